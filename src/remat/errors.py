@@ -1,0 +1,56 @@
+"""Every error that remat raises, in one tree.
+
+RematError
+├── InputError         an argument is wrong; nothing was changed (also a ValueError)
+├── BudgetError        the budget is below the least this step can run in; carries `.needed` bytes
+├── PlanError          a plan does not belong to this model, input, schema or torch version
+├── CaptureError       a region could not be captured (the planner then uses full recompute for it)
+├── RecomputeError     recomputation did not give what was dropped; the gradients must not be used
+└── VerificationError  the planned step differs from the untouched one
+
+Each message carries the number, the cause and the remedy.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BudgetError",
+    "CaptureError",
+    "InputError",
+    "PlanError",
+    "RecomputeError",
+    "RematError",
+    "VerificationError",
+]
+
+
+class RematError(Exception):
+    """Base of every error of remat."""
+
+
+class InputError(RematError, ValueError):
+    """An argument is wrong. Raised before anything is changed."""
+
+
+class BudgetError(RematError):
+    """The budget is out of reach. `needed` is the least number of bytes this step can run in."""
+
+    def __init__(self, message: str, *, needed: int) -> None:
+        super().__init__(message)
+        self.needed = needed
+
+
+class PlanError(RematError):
+    """A plan or profile does not fit this model, input, schema version or torch version."""
+
+
+class CaptureError(RematError):
+    """A region could not be captured as a graph of operations."""
+
+
+class RecomputeError(RematError, RuntimeError):
+    """Recomputation did not reproduce what the forward pass had saved."""
+
+
+class VerificationError(RematError):
+    """The planned step's gradients differ from the untouched step's by more than its own noise."""

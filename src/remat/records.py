@@ -1,0 +1,344 @@
+"""The values that flow through remat: plain, frozen, checked on construction, saved as JSON.
+
+    model, batch -> trace -> Profile -> plan(budget) -> Plan -> apply -> Handle
+
+Nothing here imports torch: dtypes, devices and operator names are text. Bytes are int, seconds are float,
+and the unit is in the name. `remat.codec` turns every record into JSON and back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TypeAlias
+
+__all__ = [
+    "Action", "Arg", "Const", "Entry", "Environment", "Kind", "Mode", "Op", "Phase", "Plan", "Profile",
+    "Recipe", "Ref", "RegionCall", "RegionGraph", "Role", "Saved", "Segment", "Source", "StepBytes", "Storage",
+    "Value",
+]  # fmt: skip
+
+SCHEMA_VERSION = 1
+
+
+class Action(str, Enum):
+    """What happens to one saved tensor."""
+
+    KEEP = "keep"
+    RECOMPUTE = "recompute"
+    OFFLOAD = "offload"
+    CHUNK = "chunk"
+
+
+class Mode(str, Enum):
+    """How one region runs."""
+
+    KEEP = "keep"  # untouched: nothing is hooked
+    RECIPE = "recipe"  # some saved tensors are dropped and rebuilt one by one
+    FULL = "full"  # torch.utils.checkpoint: the whole region runs again in backward
+
+
+class Role(str, Enum):
+    """What a storage is to its region."""
+
+    PARAMETER = "parameter"  # parameters and buffers: resident anyway, looked up at replay
+    INPUT = "input"
+    OUTPUT = "output"  # alive anyway: dropping it frees nothing
+    INTERNAL = "internal"
+    FOREIGN = "foreign"  # from a closure or an attribute: never rebuilt, never dropped
+
+
+class Phase(str, Enum):
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+
+
+# ---------------------------------------------------------------------------------- one region's op graph
+
+
+@dataclass(frozen=True)
+class Ref:
+    """An operation's argument that is a value of the region."""
+
+    value: int
+
+
+@dataclass(frozen=True)
+class Const:
+    """An operation's argument that is neither number nor text: Const("dtype", "bfloat16")."""
+
+    kind: str
+    text: str
+
+
+Arg: TypeAlias = "None | bool | int | float | str | Ref | Const | tuple[Arg, ...]"
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A piece of memory. `shared`: an input that other regions hold too, so that keeping it costs nothing."""
+
+    nbytes: int
+    role: Role
+    shared: bool = False
+
+    @property
+    def charge_bytes(self) -> int:
+        """What holding it until backward costs this region."""
+        free = self.shared or self.role in (Role.PARAMETER, Role.OUTPUT, Role.FOREIGN)
+        return 0 if free else self.nbytes
+
+
+@dataclass(frozen=True)
+class Value:
+    """One tensor as seen at one time: a view of a storage between two writes to it.
+
+    `held`: if the storage is kept, this value can be had from it at run time.
+    `free`: it is (a view of) a parameter or buffer that the region does not write: always at hand.
+    `producer`: the operation whose replay rebuilds it; None for inputs, parameters and foreign tensors.
+    """
+
+    storage: int
+    epoch: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: str
+    producer: int | None
+    held: bool
+    free: bool = False
+    parameter: str = ""
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation. `inputs` are the values that a replay reads, `outputs` the values that it gives."""
+
+    name: str  # "aten.mm.default"
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]  # result positions; -1 for a result that is not a tensor
+    written: tuple[tuple[int, int], ...] = ()  # (flat position of a written argument, value after the write)
+    seconds: float = 0.0
+    flops: int = 0
+    replayable: bool = True
+    view: bool = False
+    reason: str = ""  # why it is not replayable
+    source: str = ""  # "modeling_llama.py:62"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One tensor that autograd saved: attribute `attribute` (item `item`) of node `node` of the region's graph.
+
+    `order` counts backward: 0 is the first that backward asks for.
+    """
+
+    node: int
+    attribute: str
+    item: int
+    value: int
+    order: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a held value is found at run time, if not among the saved tensors.
+
+    kind: "input" (position among the region's flattened tensor inputs), "module_input" / "module_output"
+    (submodule, number of its call within the region, position among its flattened tensors).
+    """
+
+    value: int
+    kind: str
+    position: int
+    module: str = ""
+    call: int = 0
+
+
+@dataclass(frozen=True)
+class RegionGraph:
+    """One call of a region: operations, values, storages, and what autograd saved of them.
+
+    `nodes` describes the autograd graph that was built: for each node its name and the (parent, edge) by
+    which it is reached; a parent below 0 is output -parent-1 itself.
+    """
+
+    storages: tuple[Storage, ...]
+    values: tuple[Value, ...]
+    ops: tuple[Op, ...]
+    saved: tuple[Saved, ...]
+    nodes: tuple[tuple[str, int, int], ...]
+    sources: tuple[Source, ...]
+    inputs: tuple[int, ...]  # value of each flattened tensor input
+    outputs: tuple[int, ...]  # value of each flattened tensor output
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that autograd keeps for this region when nothing is planned (each storage once)."""
+        kept = {self.values[s.value].storage for s in self.saved}
+        return sum(self.storages[s].charge_bytes for s in kept)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Which storages of a region stay, which saved tensors are dropped, which operations rebuild them."""
+
+    kept: tuple[int, ...]
+    dropped: tuple[int, ...]  # indices into RegionGraph.saved
+    replayed: tuple[int, ...]  # indices into RegionGraph.ops, in execution order
+    offloaded: tuple[int, ...] = ()
+    resident_bytes: int = 0
+    host_bytes: int = 0
+    replay_seconds: float = 0.0
+
+
+# ------------------------------------------------------------------------------------- profile and plan
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One way to run a region.
+
+    `resident_bytes`: held from the end of its forward to its backward, boundary tensors not counted.
+    `holds_inputs` / `holds_outputs`: positions of the boundary tensors that stay alive because of it.
+    `forward_peak_bytes`: above the level at its entry. `backward_peak_bytes`: above the level when its
+    backward starts (where the gradient of its output exists and everything it holds is still there).
+    """
+
+    mode: Mode
+    resident_bytes: int
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+    extra_seconds: float
+    holds_inputs: tuple[int, ...] = ()
+    holds_outputs: tuple[int, ...] = ()
+    host_bytes: int = 0
+    recipe: Recipe | None = None
+    measured: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.recipe is not None) != (self.mode is Mode.RECIPE):
+            raise ValueError("a recipe belongs to mode RECIPE, and to no other")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A distinct region: all calls with the same operations, constants and input signature share it.
+
+    `menu` is sorted from most to least resident bytes; the first entry keeps everything, and exactly one
+    entry has mode FULL (the reference that the profile's timeline was measured with).
+    """
+
+    signature: str
+    menu: tuple[Entry, ...]
+    saved_bytes: int
+    forward_seconds: float
+    graph: RegionGraph | None = None
+    note: str = ""  # why there is no recipe, when there is none
+
+    @property
+    def reference(self) -> int:
+        return next(i for i, entry in enumerate(self.menu) if entry.mode is Mode.FULL)
+
+
+@dataclass(frozen=True)
+class RegionCall:
+    """One call of a region in the step, in forward order. Boundaries index `Profile.boundary_bytes`."""
+
+    name: str  # module path, or the name given to remat.region
+    call: int  # 0 for the first call of this region in the step
+    kind: int
+    tower: str
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    gradient_bytes: int = 0  # of the parameters it trains
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of the measured step, all regions in their reference entry. Bytes are above the step's start.
+
+    `call` is the region call it belongs to, -1 for what lies between regions (embedding, head, loss).
+    `gradient_bytes`: parameter gradients that exist at its end.
+    """
+
+    phase: Phase
+    call: int
+    start_bytes: int
+    peak_bytes: int
+    end_bytes: int
+    gradient_bytes: int = 0
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """What is resident around the step. `state` and `temporary` belong to the optimizer."""
+
+    parameters: int
+    buffers: int = 0
+    gradients: int = 0  # all parameter gradients, once they exist
+    optimizer_state: int = 0
+    optimizer_temporary: int = 0
+    other: int = 0  # whatever else is allocated on the device when the step starts (the batch, ...)
+
+    @property
+    def resident(self) -> int:
+        return self.parameters + self.buffers + self.optimizer_state + self.other
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where a profile was taken. `total_bytes` is 0 where the device has no stated size."""
+
+    device: str
+    device_name: str
+    torch_version: str
+    total_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Everything that planning needs to know about one training step."""
+
+    model: str  # class name
+    fingerprint: str  # of names, shapes and dtypes of the parameters and buffers
+    signature: str  # of the batch
+    environment: Environment
+    step: StepBytes
+    kinds: tuple[Kind, ...]
+    calls: tuple[RegionCall, ...]
+    boundary_bytes: tuple[int, ...]
+    segments: tuple[Segment, ...]
+    step_seconds: float  # of the step with every region untouched (predicted where it cannot run)
+    accumulate: bool = False  # gradients are resident when the step starts
+    notes: tuple[str, ...] = ()
+    schema: int = SCHEMA_VERSION
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One menu entry per region call, with what is predicted of it. `choices[i]` indexes the call's menu."""
+
+    profile: Profile
+    choices: tuple[int, ...]
+    budget_bytes: int
+    predicted_peak_bytes: int
+    predicted_seconds: float
+    plain_peak_bytes: int
+    plain_seconds: float
+    strategy: str = "optimal"
+    allow: tuple[Action, ...] = (Action.KEEP, Action.RECOMPUTE)
+    notes: tuple[str, ...] = field(default=())
+    schema: int = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        if len(self.choices) != len(self.profile.calls):
+            raise ValueError(f"{len(self.choices)} choices for {len(self.profile.calls)} region calls")
+
+    def entry(self, call: int) -> Entry:
+        """The menu entry that region call `call` runs with."""
+        return self.profile.kinds[self.profile.calls[call].kind].menu[self.choices[call]]

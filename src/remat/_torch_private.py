@@ -5,18 +5,35 @@ tests/test_torch_private.py pins what each one does, so that a new torch version
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree
 
-__all__ = ["at_end_of_backward", "below_autograd", "in_functorch", "sequence_number"]
+__all__ = [
+    "StopRecomputation",
+    "active_saved_tensors_hooks",
+    "at_end_of_backward",
+    "below_autograd",
+    "flatten",
+    "in_backward",
+    "in_functorch",
+    "in_jit_trace",
+    "sequence_number",
+    "storage_ref",
+]
+
+# torch.utils.checkpoint raises this in its pack hook when a recomputation has saved all that is needed.
+StopRecomputation: type[Exception] = torch.utils.checkpoint._StopRecomputationError
 
 
 def below_autograd() -> AbstractContextManager[None]:
     """Operations inside are not recorded by autograd, whatever the grad mode."""
-    return torch._C._AutoDispatchBelowAutograd()  # type: ignore[no-any-return, attr-defined]
+    return torch._C._AutoDispatchBelowAutograd()
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> bool:
@@ -25,7 +42,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> bool:
     False (and nothing queued) outside of a backward pass.
     """
     try:
-        torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
     except RuntimeError:
         return False
     return True
@@ -37,5 +54,35 @@ def in_functorch() -> bool:
 
 
 def sequence_number(node: Any) -> int:
-    """Autograd runs the node with the highest number first: backward is the reverse of the order of making."""
+    """Autograd runs the node with the highest number first: backward reverses the order of making."""
     return int(node._sequence_nr())
+
+
+def active_saved_tensors_hooks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:
+    """The (pack, unpack) pair that autograd would call now for a tensor it saves."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass: a forward that runs here is somebody's recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def in_jit_trace() -> bool:
+    return torch._C._get_tracing_state() is not None
+
+
+def flatten(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Leaves of a pytree, and the function that builds the tree from such a list."""
+    leaves, spec = _pytree.tree_flatten(tree)
+    return leaves, lambda new: _pytree.tree_unflatten(new, spec)
+
+
+def storage_ref(tensor: torch.Tensor) -> Hashable:
+    """A weak key of a tensor's storage. While the key lives, no other storage has an equal one."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def current_backward() -> int:
+    """A number for the backward pass that is running in this thread (also in its worker threads); -1: none."""
+    return int(torch._C._current_graph_task_id())

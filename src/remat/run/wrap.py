@@ -7,17 +7,20 @@ were, and removing the attribute restores the module exactly. Nothing else of re
 from __future__ import annotations
 
 import copy
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from remat._torch_private import in_jit_trace
 from remat.errors import InputError, RematError
 
-__all__ = ["Around", "RegionStatus", "WrappedForward", "unwrap", "wrap", "wrapped"]
+__all__ = ["Around", "RegionStatus", "WrappedForward", "bypass", "unwrap", "wrap", "wrapped"]
 
 
 @dataclass(frozen=True)
@@ -98,18 +101,13 @@ class WrappedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         around = self.around
-        if (
-            around is None
-            or torch.compiler.is_compiling()
-            or not torch.is_grad_enabled()
-            or torch.jit.is_tracing()
-        ):
+        if around is None or _bypassed():
             return self.original(*args, **kwargs)
         return around(self.module, self.original, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WrappedForward:
-        # While a module is being copied, memo maps it to its half-made copy; alone, this copies the module too,
-        # as the copy of a bound method would.
+        # While a module is being copied, memo maps it to its half-made copy; alone, this copies the module
+        # too, as the copy of a bound method would.
         module = copy.deepcopy(self.module, memo)
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]
@@ -122,7 +120,30 @@ class WrappedForward:
 
     def __repr__(self) -> str:
         owner = "nobody" if self.around is None else self.around.owner
-        return f"<forward of {type(self.module).__name__}, wrapped by {owner}>"
+        return f"<forward of {type(self._module()).__name__}, wrapped by {owner}>"
+
+
+def _bypassed() -> bool:
+    """Asked for, or nothing to save, or a compiler is looking on: it must see the model's own code."""
+    return torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_jit_trace() or _LOCAL.bypass
+
+
+class _Local(threading.local):
+    bypass = False
+
+
+_LOCAL = _Local()
+
+
+@contextmanager
+def bypass() -> Iterator[None]:
+    """Inside, on this thread, wrapped modules run their own forward: the untouched step to compare with."""
+    before = _LOCAL.bypass
+    _LOCAL.bypass = True
+    try:
+        yield
+    finally:
+        _LOCAL.bypass = before
 
 
 def _rebuild(module: nn.Module, around: Around | None, own: bool, previous: Any) -> WrappedForward:
@@ -145,12 +166,12 @@ def wrap(module: nn.Module, around: Around) -> None:
     if there is not None and there.around is not None:
         if there.around.owner != around.owner:
             raise InputError(
-                f"{type(module).__name__} is wrapped by {there.around.owner} already, so {around.owner} cannot wrap "
-                f"it too; undo the first with {_UNDO.get(there.around.owner, 'its own remove function')}"
+                f"{type(module).__name__} is wrapped by {there.around.owner} already: {around.owner} cannot "
+                f"wrap it too; undo the first with {_UNDO.get(there.around.owner, 'its own remove function')}"
             )
         there.around = around
         return
-    module.forward = WrappedForward(module, around, module.__dict__.get("forward", _ABSENT))  # type: ignore[method-assign]
+    module.forward = WrappedForward(module, around, module.__dict__.get("forward", _ABSENT))
 
 
 _UNDO = {"remat.enable": "remat.disable(model)", "remat.apply": "handle.remove()"}

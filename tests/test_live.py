@@ -86,7 +86,7 @@ def test_frees_are_counted_after_the_exit():
         (lambda: torch.zeros(0), 0),
         (lambda: torch.from_numpy(numpy.zeros(3)), 24),
         (lambda: torch.eye(3).to_sparse(), 2 * 3 * 8 + 3 * 4),
-        (lambda: torch.eye(3).to_sparse_csr(), 4 * 8 + 3 * 8 + 3 * 4),
+        (lambda: torch.eye(3).to_sparse_csr(), 4 * 8 + 2 * 3 * 8 + 3 * 4),  # col_indices is one row of two
         (lambda: TwoTensor(torch.zeros(4), torch.zeros(4)) + 1, 32),
     ],
 )  # fmt: skip
@@ -331,7 +331,7 @@ def test_random_programs(program):
                 elif name == "inplace":
                     source.add_(1)
                 elif name == "chunk":
-                    tensors[target] = (source.clone().chunk(2) or [source])[-1]
+                    tensors[target] = source.clone().chunk(2)[0]
                     model.new(target, nbytes)
                 del source
             assert live.current_bytes == model.level()

@@ -109,6 +109,7 @@ class Value:
     held: bool
     free: bool = False
     parameter: str = ""
+    bits: int = 0  # 1: lazily conjugated, 2: lazily negated
 
 
 @dataclass(frozen=True)

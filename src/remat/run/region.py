@@ -1,0 +1,349 @@
+"""A planned region at run time.
+
+During forward nothing of ours runs between the operations (a module hook where a recipe reads a value that
+only passes between submodules). When forward has returned, the autograd graph that it built is walked along
+the captured path; only if every node and every tensor is as captured are the chosen saved tensors replaced
+by holders that rebuild them on demand. Any mismatch keeps everything: more memory, never a wrong gradient.
+
+State belongs to the graph that was built: holders live in the graph's nodes and die with them, so two
+forwards before a backward, retain_graph, a forward that is never backwarded and threads need no care.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from remat._torch_private import in_functorch
+from remat.errors import RecomputeError
+from remat.records import Mode
+from remat.run.checkpoint import checkpoint
+from remat.run.recipe import Program, Slot, Tap
+from remat.run.replay import replaying
+from remat.run.same import same_bits
+from remat.run.spotcheck import SpotCheck
+from remat.run.wrap import RegionStatus
+from remat.trees import signature, tensors
+
+__all__ = ["PlannedRegion", "Variant", "region"]
+
+_FALLBACKS_BEFORE_FULL = 3  # mismatches after which a region recomputes as a whole
+
+
+@dataclass
+class Counts:
+    """What a region did. `rebuilt` and `recomputed` count since the last forward that followed a backward."""
+
+    calls: int = 0
+    rebuilt: int = 0
+    fallbacks: int = 0
+    why: str = ""
+    in_backward: bool = False
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a region runs for one input signature."""
+
+    mode: Mode
+    program: Program | None = None
+    saved_bytes: int = 0
+    resident_bytes: int = 0
+
+
+class Frame:
+    """One forward of a region, as far as its backward is concerned. Held by its holders alone."""
+
+    __slots__ = ("check", "counts", "device", "memo", "name", "versions")
+
+    def __init__(self, name: str, counts: Counts, memo_size: int) -> None:
+        self.name = name
+        self.counts = counts
+        self.memo: list[Any] = [None] * memo_size
+        self.versions: list[int] = []
+        self.check: SpotCheck | None = None
+
+
+class Holder:
+    """Stands in an autograd node where a saved tensor was."""
+
+    __slots__ = ("frame", "place", "slot", "sources", "tensor")
+
+    def __init__(self, frame: Frame, place: int, slot: Slot, sources: list[torch.Tensor | None]) -> None:
+        self.frame, self.place, self.slot, self.sources = frame, place, slot, sources
+        self.tensor: torch.Tensor | None = None
+
+    def pack(self, tensor: torch.Tensor) -> Holder:
+        self.tensor = tensor
+        return self
+
+    def is_as_captured(self) -> bool:
+        tensor, slot = self.tensor, self.slot
+        return (
+            tensor is not None
+            and tensor.dtype is slot.dtype
+            and tensor.shape == slot.shape
+            and tensor.stride() == slot.stride
+        )
+
+
+def unpack(holder: Holder) -> torch.Tensor:
+    """What autograd calls when it wants the saved tensor back."""
+    if holder.tensor is not None:
+        return holder.tensor
+    frame, sources = holder.frame, holder.sources
+    for number in holder.slot.needs:
+        if sources[number]._version != frame.versions[number]:  # type: ignore[union-attr]
+            raise RecomputeError(
+                f"region {frame.name}: a tensor that {holder.slot.label} ({holder.slot.source}) is rebuilt from was "
+                f"modified in place after the forward pass (version {sources[number]._version}, "  # type: ignore[union-attr]
+                f"expected {frame.versions[number]}); clone it before writing to it, or exclude the region"
+            )
+    with replaying():
+        tensor = holder.slot.rebuild(sources, frame.memo)
+        if frame.check is not None:
+            frame.check.see(holder.place, tensor)
+    frame.counts.rebuilt += 1
+    frame.counts.in_backward = True
+    return tensor
+
+
+# ------------------------------------------------------------------- values seen passing between submodules
+
+_open = threading.local()
+
+
+def _taps() -> list[dict[tuple[str, str, int], list[torch.Tensor]]]:
+    if not hasattr(_open, "taps"):
+        _open.taps = []
+    return _open.taps  # type: ignore[no-any-return]
+
+
+class ModuleTap:
+    """Notes what goes in and out of a submodule while a region that reads it is running."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        for seen in _taps()[-1:]:
+            call = sum(1 for name, kind, _ in seen if name == self.name and kind == "module_input")
+            seen[self.name, "module_input", call] = [tensor.detach() for tensor in tensors((args, kwargs))]
+
+    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        for seen in _taps()[-1:]:
+            call = sum(1 for name, kind, _ in seen if name == self.name and kind == "module_output")
+            seen[self.name, "module_output", call] = [tensor.detach() for tensor in tensors(output)]
+
+
+# -------------------------------------------------------------------------------------------- the region
+
+
+@dataclass
+class PlannedRegion:
+    """Runs one region as planned (an `Around`): one variant per input signature, full recompute for others.
+
+    Copies (deepcopy, pickle) share the programs, which hold no tensors, and start with fresh counts.
+    """
+
+    name: str
+    tower: str
+    variants: dict[str, Variant]  # by the text of the signature
+    check: bool = True
+    shadow: bool = False  # compare every rebuilt tensor with the real one, when the region returns
+    turn: int = 0  # which step of the rotation takes this region's checksums
+    turns: int = 1
+    counts: Counts = field(default_factory=Counts)
+    known: dict[Any, Variant] = field(default_factory=dict)  # by the signature itself
+    owner: str = "remat.apply"
+
+    def __deepcopy__(self, memo: Any) -> PlannedRegion:
+        return PlannedRegion(self.name, self.tower, self.variants, self.check, False, self.turn, self.turns)
+
+    def __call__(
+        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        counts = self.counts
+        if counts.in_backward:
+            counts.in_backward, counts.rebuilt = False, 0
+        counts.calls += 1
+        variant = self._variant(args, kwargs, module.training)
+        if variant.mode is Mode.KEEP or in_functorch():
+            return forward(*args, **kwargs)
+        if variant.program is None:
+            return checkpoint(forward, *args, **kwargs)
+        return self._run_recipe(variant.program, module, forward, args, kwargs)
+
+    def _variant(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Variant:
+        key = signature(args, kwargs, training)
+        variant = self.known.get(key)
+        if variant is None:
+            variant = self.variants.get(repr(key))
+            if variant is None:
+                self._fall_back("an input signature that was not planned")
+                variant = Variant(Mode.FULL)
+            self.known[key] = variant
+        return variant
+
+    def _run_recipe(
+        self,
+        program: Program,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if not program.modules:
+            output = forward(*args, **kwargs)
+            seen = {}
+        else:
+            seen = {}
+            taps = _taps()
+            taps.append(seen)
+            try:
+                output = forward(*args, **kwargs)
+            finally:
+                taps.pop()
+        outputs = [tensor for tensor in tensors(output) if tensor.grad_fn is not None]
+        if outputs:
+            problem = self._drop(program, module, outputs, tensors((args, kwargs)), seen)
+            if problem:
+                self._fall_back(problem)
+                if self.counts.fallbacks >= _FALLBACKS_BEFORE_FULL:
+                    self.switch_off(f"recomputes as a whole: {problem}")
+        return output
+
+    def _drop(
+        self,
+        program: Program,
+        module: nn.Module,
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        seen: dict[tuple[str, str, int], list[torch.Tensor]],
+    ) -> str:
+        """Replace saved tensors by holders. Returns why not, if not: then nothing was let go."""
+        try:
+            nodes = program.find(outputs)
+        except (AttributeError, IndexError):
+            return "the autograd graph ends elsewhere than captured"
+        if isinstance(nodes, int):
+            return f"node {nodes} of the autograd graph is not the one captured"
+        frame = Frame(self.name, self.counts, program.memo_size)
+        sources: list[torch.Tensor] = []
+        for tap in program.taps:
+            tensor = _read_tap(tap, nodes, module, inputs, seen)
+            if tensor is None or tensor.shape != tap.shape or tensor.dtype is not tap.dtype:
+                return f"{tap.kind} {tap.name or tap.attribute or tap.position} is not as captured"
+            sources.append(tensor)
+            frame.versions.append(tensor._version)
+        holders = [
+            Holder(frame, place, slot, [t if n in slot.needs else None for n, t in enumerate(sources)])
+            for place, slot in enumerate(program.slots)
+        ]
+        for holder in holders:
+            slot = holder.slot
+            saved = getattr(nodes[slot.node], slot.attribute)
+            try:
+                (saved if slot.item < 0 else saved[slot.item]).register_hooks(holder.pack, unpack)
+            except RuntimeError:
+                return "another saved-tensor hook is active (an outer checkpoint, save_on_cpu)"
+            if not holder.is_as_captured():
+                return f"{slot.label} ({slot.source}) has another shape, stride or dtype now"
+        if self.shadow:
+            problem = self._shadow(holders)
+            if problem:
+                return problem
+        if self.check:
+            frame.check = self._spot_check(program, holders)
+        for holder in holders:
+            holder.tensor = None
+        return ""
+
+    def _spot_check(self, program: Program, holders: list[Holder]) -> SpotCheck:
+        dropped = [holder.tensor for holder in holders if holder.tensor is not None]
+        number = self.counts.calls
+        return SpotCheck(
+            dropped, program.slots, self._report(program), phase=number, whole=number % self.turns == self.turn
+        )
+
+    def _report(self, program: Program) -> Callable[[int], str]:
+        def sentence(place: int) -> str:
+            slot = program.slots[place]
+            self.switch_off(f"replay of {slot.label} differed")
+            return (
+                f"region {self.name}: the replay of {slot.label}, made at {slot.source or 'an unknown line'}, "
+                f"differs from what forward computed; a Python number in the region has changed since it was "
+                f"captured, or memory was written behind autograd's back."
+            )
+
+        return sentence
+
+    def _shadow(self, holders: list[Holder]) -> str:
+        """Rebuild everything while the real tensors are still there, and compare bit for bit."""
+        for holder in holders:
+            with replaying():
+                rebuilt = holder.slot.rebuild(holder.sources, holder.frame.memo)
+            assert holder.tensor is not None
+            if not same_bits(rebuilt, holder.tensor):
+                return f"the replay of {holder.slot.label} ({holder.slot.source}) does not give the same bits"
+        holders[0].frame.memo[:] = [None] * len(holders[0].frame.memo)
+        return ""
+
+    def _fall_back(self, why: str) -> None:
+        self.counts.fallbacks += 1
+        self.counts.why = why
+
+    def switch_off(self, why: str) -> None:
+        """From now on this region recomputes as a whole."""
+        self.counts.why = why
+        self.variants = {key: Variant(Mode.FULL) for key in self.variants}
+        self.known.clear()
+
+    def status(self) -> RegionStatus:
+        modes = {variant.mode for variant in self.variants.values()}
+        sizes = [variant for variant in self.variants.values() if variant.saved_bytes]
+        return RegionStatus(
+            name=self.name,
+            tower=self.tower,
+            mode="+".join(sorted(mode.value for mode in modes)),
+            active=True,
+            calls=self.counts.calls,
+            recomputed=self.counts.rebuilt,
+            saved_bytes_before=sum(v.saved_bytes for v in sizes) if sizes else None,
+            saved_bytes_after=sum(v.resident_bytes for v in sizes) if sizes else None,
+            fallbacks=self.counts.fallbacks,
+            why=self.counts.why,
+        )
+
+
+def _read_tap(
+    tap: Tap,
+    nodes: tuple[Any, ...],
+    module: nn.Module,
+    inputs: list[torch.Tensor],
+    seen: dict[tuple[str, str, int], list[torch.Tensor]],
+) -> torch.Tensor | None:
+    """A kept tensor, detached: a holder that held the graph would be a cycle."""
+    try:
+        if tap.kind == "saved":
+            content = _saved(nodes[tap.position], tap.attribute)
+            return (content if tap.item < 0 else content[tap.item]).detach()  # type: ignore[no-any-return]
+        if tap.kind == "input":
+            return inputs[tap.position].detach()
+        if tap.kind == "parameter":
+            path, _, name = tap.name.rpartition(".")
+            return getattr(module.get_submodule(path), name).detach()  # type: ignore[no-any-return]
+        return seen[tap.name, tap.kind, tap.call][tap.position]
+    except (AttributeError, IndexError, KeyError, RuntimeError):
+        return None
+
+
+def _saved(node: Any, attribute: str) -> Any:
+    name = "_saved_" + attribute.removeprefix("_raw_saved_")
+    return getattr(node, name) if hasattr(node, name) else node.saved_tensors
+

@@ -1,0 +1,153 @@
+"""Find the repeated blocks of a model: what `enable` checkpoints and what `fit` plans as regions.
+
+A block is the outermost module of which its container holds at least two of a class. Every tower of a
+composite model (vision tower, language model, action expert) has a container of its own, and each is
+counted on its own. No class name is known here: the structure alone decides.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch import nn
+
+from remat.errors import InputError
+
+__all__ = ["Block", "Selector", "find_blocks", "resolve"]
+
+Selector: TypeAlias = "str | type[nn.Module] | Sequence[str | type[nn.Module]]"
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One repeated block. `tower` is the path of the container that repeats it ("" for the model itself)."""
+
+    name: str
+    module: nn.Module
+    tower: str
+
+
+def find_blocks(model: nn.Module) -> tuple[Block, ...]:
+    """The repeated blocks of `model` in the order of registration; () if it has none."""
+    found = _search(model, "", set(), _is_composite)
+    if not found:  # nothing larger repeats: plain layers do (a stack of Linear, of LSTM)
+        found = _search(model, "", set(), _has_parameters)
+    return tuple(found)
+
+
+def _search(parent: nn.Module, path: str, seen: set[int], counts: Callable[[nn.Module], bool]) -> list[Block]:
+    """Blocks below `parent`. `counts` says which modules are large enough to be one."""
+    children = [(name, child) for name, child in parent.named_children() if id(child) not in seen]
+    kinds = Counter(type(child) for _, child in children if counts(child))
+    listed = isinstance(parent, _CONTAINERS)
+    # A list that repeats one class is a stack: its odd ones out (a dense layer before MoE layers) belong to it.
+    stack = isinstance(parent, nn.ModuleList) and any(n > 1 for n in kinds.values())
+    found = []
+    for name, child in children:
+        if id(child) in seen:  # shared: listed twice under two names
+            continue
+        seen.add(id(child))
+        full = f"{path}.{name}" if path else name
+        repeated = counts(child) and (kinds[type(child)] > 1 or stack)
+        if listed and repeated and not _holds_blocks(child, counts):
+            found.append(Block(full, child, path))
+            continue
+        inner = _search(child, full, seen, counts)
+        if not inner and repeated and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            inner = [Block(full, child, path)]
+        found += inner
+    return found
+
+
+def _holds_blocks(child: nn.Module, counts: Callable[[nn.Module], bool]) -> bool:
+    """Stages written as plain containers (ResNet's) are looked into; a class of its own is a block."""
+    return isinstance(child, _CONTAINERS) and bool(_search(child, "", set(), counts))
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _is_composite(module: nn.Module) -> bool:
+    recurrent = isinstance(module, nn.RNNBase)  # as large as a block, though it has no submodules
+    return (recurrent or next(module.children(), None) is not None) and _has_parameters(module)
+
+
+# ------------------------------------------------------------------------------------- choosing by name
+
+
+def resolve(
+    model: nn.Module, only: Selector | None = None, exclude: Selector | None = None
+) -> tuple[Block, ...]:
+    """The blocks that `only` names, or all that repeat, without those that `exclude` names.
+
+    A selector is a module name ("model.layers.3"), a sub-model's name ("vision_tower": the blocks in it), a
+    glob ("*.self_attn"), a module class, or a list of these.
+    """
+    blocks = find_blocks(model)
+    if only is not None:
+        chosen: dict[int, Block] = {}
+        for selector in _listed(only):
+            for block in _select(model, blocks, selector, "only"):
+                chosen.setdefault(id(block.module), block)
+        blocks = tuple(_outermost(chosen.values()))
+    if exclude is not None:
+        dropped = {id(b.module) for s in _listed(exclude) for b in _select(model, blocks, s, "exclude")}
+        blocks = tuple(block for block in blocks if id(block.module) not in dropped)
+    return blocks
+
+
+def _listed(selector: Selector) -> list[str | type[nn.Module]]:
+    return [selector] if isinstance(selector, (str, type)) else list(selector)
+
+
+def _select(model: nn.Module, blocks: Sequence[Block], selector: object, what: str) -> list[Block]:
+    modules = {name: module for name, module in model.named_modules() if name}
+    known = {block.name: block for block in blocks}
+    if isinstance(selector, type) and issubclass(selector, nn.Module):
+        names = [name for name, module in modules.items() if isinstance(module, selector)]
+        if not names:
+            raise InputError(
+                f"{what}={selector.__name__}: the model has no module of this class; {_some(modules)}"
+            )
+    elif isinstance(selector, str):
+        names = [selector] if selector in modules else fnmatch.filter(modules, selector)
+        if not names:
+            raise InputError(
+                f"{what}={selector!r}: the model has no module of this name; {_near(selector, modules)}"
+            )
+        below = [name for name in known if selector in modules and name.startswith(selector + ".")]
+        names = below or names
+    else:
+        raise InputError(f"{what}={selector!r}: say module names, glob patterns or nn.Module classes")
+    return [known.get(name) or Block(name, modules[name], _tower(name)) for name in names]
+
+
+def _tower(name: str) -> str:
+    """layers.3.self_attn -> layers.*.self_attn: what stands in the same place of every layer is one tower."""
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
+
+
+def _outermost(blocks: Iterable[Block]) -> list[Block]:
+    """Without those that lie inside another one: checkpointing twice would recompute twice."""
+    blocks = list(blocks)
+    inner = {id(m) for block in blocks for m in block.module.modules() if m is not block.module}
+    return [block for block in blocks if id(block.module) not in inner]
+
+
+def _near(name: str, modules: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(modules), n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(map(repr, near))}?" if near else _some(modules)
+
+
+def _some(modules: Iterable[str]) -> str:
+    names = list(modules)
+    return f"it has {', '.join(map(repr, names[:5]))}{', ...' if len(names) > 5 else ''}"

@@ -1,0 +1,81 @@
+"""The autograd graph that a region built: its nodes, and the tensors that each one saved.
+
+The graph is walked from the region's outputs. A node is named by the node (or output) it was first reached
+from and the edge taken, so the same walk finds the same nodes in every later call: decided by position,
+verified by the node's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["GraphNode", "SavedTensor", "saved_tensors", "walk"]
+
+_RAW = "_raw_saved_"
+
+
+@dataclass(frozen=True)
+class GraphNode:
+    node: Any  # torch.autograd.graph.Node
+    name: str
+    parent: int  # index of an earlier node; below 0: output -parent-1
+    edge: int
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    node: int
+    attribute: str  # "_raw_saved_self"
+    item: int  # -1, or the place in a list of saved tensors
+    tensor: torch.Tensor
+
+
+def walk(outputs: list[torch.Tensor], entries: Iterable[Any]) -> list[GraphNode]:
+    """All nodes from the outputs down to the nodes of `entries` (which made the region's inputs)."""
+    stop = set(entries)
+    found: list[GraphNode] = []
+    seen: set[Any] = set()
+    pending: list[tuple[Any, int, int]] = [
+        (output.grad_fn, -1 - place, 0) for place, output in reversed(list(enumerate(outputs)))
+    ]
+    while pending:
+        node, parent, edge = pending.pop()
+        if node is None or node in stop or node in seen:
+            continue
+        seen.add(node)
+        name = node.name()
+        if name == "torch::autograd::AccumulateGrad":
+            continue
+        index = len(found)
+        found.append(GraphNode(node, name, parent, edge))
+        pending.extend((child, index, place) for place, (child, _) in reversed(list(enumerate(node.next_functions))))
+    return found
+
+
+def saved_tensors(nodes: list[GraphNode]) -> Iterator[SavedTensor]:
+    """Every tensor that autograd holds for these nodes."""
+    for index, entry in enumerate(nodes):
+        for attribute in sorted(name for name in dir(entry.node) if name.startswith(_RAW)):
+            for item, tensor in _unpacked(entry.node, attribute):
+                yield SavedTensor(index, attribute, item, tensor)
+
+
+def _unpacked(node: Any, attribute: str) -> Iterator[tuple[int, torch.Tensor]]:
+    try:
+        # A Python function's node keeps its tensors under another public name than the C++ nodes do.
+        name = "saved_tensors" if attribute == "_raw_saved_tensors" else "_saved_" + attribute.removeprefix(_RAW)
+        if not hasattr(node, name):
+            name = "_saved_tensors"
+        content = getattr(node, name)
+    except RuntimeError:  # changed in place since it was saved: autograd itself will refuse it
+        return
+    if isinstance(content, torch.Tensor):
+        yield -1, content
+    elif isinstance(content, (tuple, list)):
+        for item, tensor in enumerate(content):
+            if isinstance(tensor, torch.Tensor):
+                yield item, tensor

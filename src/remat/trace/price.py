@@ -1,0 +1,123 @@
+"""Seconds per operation: measured on the device, or estimated from bytes and FLOPs where it is not at hand.
+
+An operation is timed alone, several runs in a row, so that a kernel that is shorter than its launch is
+priced at the launch: that is what a replay of it will cost. Views are free.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from remat.records import Op, RegionGraph
+from remat.run.replay import decode, overload, replay, replaying
+from remat.trace.capture import Capture
+
+__all__ = ["Rates", "estimate", "measure_rates", "price"]
+
+_ROUNDS = 3
+_RUNS = 5
+
+
+def price(capture: Capture) -> Capture:
+    """The same capture with the measured seconds of every replayable operation."""
+    seen: dict[Any, float] = {}
+    ops = []
+    with replaying():
+        for op in capture.graph.ops:
+            if not op.replayable or op.view:
+                ops.append(op)
+                continue
+            key = _key(capture.graph, op)
+            if key not in seen:
+                seen[key] = _seconds(capture, op)
+            ops.append(replace(op, seconds=seen[key]))
+    return Capture(replace(capture.graph, ops=tuple(ops)), capture.tensors, capture.final)
+
+
+def _key(graph: RegionGraph, op: Op) -> Any:
+    layouts = tuple(
+        (graph.values[v].shape, graph.values[v].stride, graph.values[v].dtype) for v in op.inputs
+    )
+    constants = tuple(arg for arg in op.args if isinstance(arg, (bool, int, float, str)))
+    return op.name, layouts, constants
+
+
+def _seconds(capture: Capture, op: Op) -> float:
+    def get(value: int) -> torch.Tensor:
+        return capture.tensors[value].detach()
+
+    device = capture.tensors[next(v for v in (*op.outputs, *op.inputs) if v >= 0)].device
+    if op.written:
+        def run() -> Any:
+            return replay(capture.graph, op, get, device)
+    else:
+        function = overload(op.name)
+        args = [decode(arg, get) for arg in op.args]
+        kwargs = {name: decode(arg, get) for name, arg in op.kwargs}
+
+        def run() -> Any:
+            return function(*args, **kwargs)
+
+    run()
+    return _time_cuda(run) if device.type == "cuda" else _time_host(run)
+
+
+def _time_cuda(run: Any) -> float:
+    rounds = []
+    for _ in range(_ROUNDS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(_RUNS):
+            run()
+        end.record()
+        end.synchronize()
+        rounds.append(start.elapsed_time(end) * 1e-3 / _RUNS)
+    return statistics.median(rounds)
+
+
+def _time_host(run: Any) -> float:
+    rounds = []
+    for _ in range(_ROUNDS):
+        start = time.perf_counter()
+        run()
+        rounds.append(time.perf_counter() - start)
+    return statistics.median(rounds)
+
+
+# ------------------------------------------------------------------------------------------- estimates
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device moves and computes per second, and what starting one operation costs."""
+
+    bytes_per_second: float
+    flops_per_second: float  # matrix products in the dtype that training uses
+    launch_seconds: float = 5e-6
+
+
+def estimate(graph: RegionGraph, rates: Rates) -> RegionGraph:
+    """Price every replayable operation by the bytes it touches and the FLOPs it does."""
+    ops = []
+    for op in graph.ops:
+        if not op.replayable or op.view:
+            ops.append(op)
+            continue
+        touched = {v for v in (*op.inputs, *op.outputs) if v >= 0}
+        nbytes = sum(_nbytes(graph, v) for v in touched)
+        seconds = max(nbytes / rates.bytes_per_second, op.flops / rates.flops_per_second, rates.launch_seconds)
+        ops.append(replace(op, seconds=seconds))
+    return replace(graph, ops=tuple(ops))
+
+
+def _nbytes(graph: RegionGraph, value: int) -> int:
+    meta = graph.values[value]
+    count = 1
+    for size, stride in zip(meta.shape, meta.stride, strict=True):
+        count *= size if stride else 1  # an expanded dimension is read once
+    return count * getattr(torch, meta.dtype).itemsize

@@ -1,0 +1,305 @@
+"""One run of a region, written down: every operation, and the values that it read and wrote.
+
+A value is (storage, epoch, offset, shape, stride, dtype, conjugate bit, negative bit). The epoch of a storage
+is counted up by every operation whose schema writes to it, so a value never changes: static single
+assignment over memory that does change. All tensors are held while recording, so that no address is reused.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from remat.records import Arg, Const, Ref, Role
+
+__all__ = ["RawOp", "RawValue", "Recorder"]
+
+Key = tuple[Any, ...]
+
+# In training these update running statistics although their schema does not say so; their results do not
+# depend on the statistics, so a replay gets None for them.
+_BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
+_UNINITIALISED = ("empty", "new_empty")
+_DATA_DEPENDENT = {
+    "_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2", "bincount", "unique_consecutive",
+    "repeat_interleave", "nonzero_static",
+}  # fmt: skip
+_LIFTED = {"lift_fresh", "lift", "lift_fresh_copy"}
+# Their second result is a workspace that only their own backward understands.
+_WORKSPACES = {"_cudnn_rnn", "miopen_rnn", "mkldnn_rnn_layer", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell"}
+# These write their target without reading it, so a replay starts from fresh memory.
+OVERWRITES = {"copy_", "fill_", "zero_"}
+_LIBRARIES = ("/torch/", "/remat/trace/", "/remat/run/")
+
+
+@dataclass
+class RawValue:
+    storage: int
+    epoch: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    bits: int
+    producer: int | None = None
+    parameter: str = ""
+
+
+@dataclass
+class RawOp:
+    overload: Any  # torch._ops.OpOverload
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...]
+    inputs: list[int]
+    outputs: list[int]
+    written: list[tuple[int, int]]
+    view: bool
+    flops: int = 0
+    reason: str = ""
+    source: str = ""
+
+
+@dataclass
+class RawStorage:
+    nbytes: int
+    role: Role
+    epoch: int = 0
+
+
+class _NotEncodable(Exception):
+    pass
+
+
+@dataclass
+class _Encoder:
+    """Arguments as plain values; tensors become references."""
+
+    recorder: Recorder
+    refs: list[int] = field(default_factory=list)
+
+    def encode(self, arg: Any) -> Arg:
+        if isinstance(arg, torch.Tensor):
+            value = self.recorder.intern(arg)
+            self.refs.append(value)
+            return Ref(value)
+        if arg is None or isinstance(arg, (bool, int, float, str)):
+            return arg
+        if isinstance(arg, (list, tuple)):
+            return tuple(self.encode(item) for item in arg)
+        if isinstance(arg, torch.dtype):
+            return Const("dtype", str(arg).removeprefix("torch."))
+        if isinstance(arg, torch.device):
+            return Const("device", str(arg))
+        if isinstance(arg, torch.layout):
+            return Const("layout", str(arg).removeprefix("torch."))
+        if isinstance(arg, torch.memory_format):
+            return Const("memory_format", str(arg).removeprefix("torch."))
+        if isinstance(arg, complex):
+            return Const("complex", repr(arg))
+        raise _NotEncodable(type(arg).__name__)
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down the operations below autograd while it is active."""
+
+    def __init__(
+        self, parameters: list[tuple[str, torch.Tensor]], inputs: list[torch.Tensor], *, lines: bool = True
+    ) -> None:
+        super().__init__()
+        self.values: list[RawValue] = []
+        self.storages: list[RawStorage] = []
+        self.tensors: list[torch.Tensor] = []  # holds every value alive, so that no storage address is reused
+        self.ops: list[RawOp] = []
+        self._index: dict[Key, int] = {}
+        self._storage_index: dict[int, int] = {}
+        self._lines = lines
+        for name, tensor in parameters:
+            if has_storage(tensor):
+                self.values[self.intern(tensor, Role.PARAMETER)].parameter = name
+        self.inputs = [self.intern(tensor, Role.INPUT) for tensor in inputs]
+
+    # -- identity
+
+    def storage_of(self, tensor: torch.Tensor, role: Role = Role.FOREIGN) -> int:
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        index = self._storage_index.get(address)
+        if index is None:
+            index = self._storage_index[address] = len(self.storages)
+            self.storages.append(RawStorage(storage.nbytes(), role))
+        return index
+
+    def key(self, tensor: torch.Tensor, role: Role = Role.FOREIGN) -> Key:
+        storage = self.storage_of(tensor, role)
+        return (
+            storage, self.storages[storage].epoch, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(),
+            tensor.dtype, int(tensor.is_conj()) | int(tensor.is_neg()) << 1,
+        )  # fmt: skip
+
+    def find(self, tensor: torch.Tensor) -> int | None:
+        """The value that this tensor is now, if it was seen."""
+        return self._index.get(self.key(tensor))
+
+    def intern(self, tensor: torch.Tensor, role: Role = Role.FOREIGN, producer: int | None = None) -> int:
+        key = self.key(tensor, role)
+        value = self._index.get(key)
+        if value is None:
+            value = self._index[key] = len(self.values)
+            self.values.append(RawValue(*key, producer=producer))
+            self.tensors.append(tensor)
+        return value
+
+    def is_final(self, value: int) -> bool:
+        """Nothing wrote to its storage after it was made: the live storage still holds it."""
+        raw = self.values[value]
+        return raw.epoch == self.storages[raw.storage].epoch
+
+    # -- recording
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        encoder = _Encoder(self)
+        reason = ""
+        try:
+            plain_args = tuple(encoder.encode(arg) for arg in args)
+            plain_kwargs = tuple((name, encoder.encode(arg)) for name, arg in kwargs.items())
+        except _NotEncodable as error:
+            plain_args, plain_kwargs, reason = (), (), f"argument of type {error}"
+        written = _written_arguments(func, args, kwargs)
+        result = func(*args, **kwargs)
+        for tensor in written.values():
+            self.storages[self.storage_of(tensor)].epoch += 1
+        self._add(func, args, kwargs, plain_args, plain_kwargs, encoder.refs, written, result, reason)
+        return result
+
+    def _add(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        plain_args: tuple[Arg, ...],
+        plain_kwargs: tuple[tuple[str, Arg], ...],
+        refs: list[int],
+        written: dict[int, torch.Tensor],
+        result: Any,
+        reason: str,
+    ) -> None:
+        number = len(self.ops)
+        name = func._schema.name.split("::")[-1]
+        if any(place < 0 for place in written):
+            reason = reason or "writes to a list of tensors"
+        written_values = [(p, self.intern(tensor, Role.INTERNAL, number)) for p, tensor in written.items()]
+        results = list(result) if isinstance(result, (tuple, list)) else [result]
+        outputs = [
+            self.intern(item, Role.INTERNAL, number) if isinstance(item, torch.Tensor) else -1 for item in results
+        ]
+        read_storages = {self.values[ref].storage for ref in refs}
+        made = [value for value in outputs if value >= 0]
+        view = not written and bool(made) and all(self.values[v].storage in read_storages for v in made)
+        inputs = list(refs)
+        if name in OVERWRITES:
+            inputs = inputs[1:]
+        if name in _BATCH_NORMS and _argument(func, args, kwargs, "training"):
+            plain_args, plain_kwargs, inputs = _without_statistics(func, plain_args, plain_kwargs)
+        self.ops.append(
+            RawOp(
+                overload=func,
+                args=plain_args,
+                kwargs=plain_kwargs,
+                inputs=inputs,
+                outputs=outputs,
+                written=written_values,
+                view=view,
+                flops=_flops(func, args, kwargs, result),
+                reason=reason or _why_not_replayable(func, name, args, kwargs),
+                source=_user_line() if self._lines else "",
+            )
+        )
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Sparse tensors and wrapper subclasses have none of their own."""
+    try:
+        tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
+
+
+def _written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, torch.Tensor]:
+    """Schema position -> tensor for every argument that the operation writes to."""
+    if not func._schema.is_mutable:
+        return {}
+    written: dict[int, torch.Tensor] = {}
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            if isinstance(given, torch.Tensor):
+                written[place] = given
+            elif isinstance(given, (list, tuple)):  # foreach operations: no functional twin is attempted
+                for item in given:
+                    written[-1 - len(written)] = item
+    return written
+
+
+def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            return args[place] if place < len(args) else kwargs.get(name, argument.default_value)
+    return None
+
+
+def _without_statistics(
+    func: Any, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...]
+) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...], list[int]]:
+    statistics = {"running_mean", "running_var"}
+    names = [argument.name for argument in func._schema.arguments]
+    plain = tuple(None if names[i] in statistics else arg for i, arg in enumerate(args))
+    named = tuple((name, None if name in statistics else arg) for name, arg in kwargs)
+    refs = [arg.value for arg in (*plain, *(arg for _, arg in named)) if isinstance(arg, Ref)]
+    return plain, named, refs
+
+
+def _why_not_replayable(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    if name.startswith(_UNINITIALISED):
+        return "uninitialised memory"
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        dropout = _argument(func, args, kwargs, "dropout_p")
+        if dropout is None or dropout > 0:
+            return "draws random numbers"
+    if name in _DATA_DEPENDENT:
+        return "its result depends on data that Python reads"
+    if name in _LIFTED:
+        return "a constant made outside"
+    if name in _WORKSPACES:
+        return "its workspace cannot be rebuilt"
+    if any(isinstance(a, torch.Generator) for a in (*args, *kwargs.values())):
+        return "draws random numbers"
+    return ""
+
+
+def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    formula = flop_registry.get(getattr(func, "_overloadpacket", None))
+    if formula is None:
+        return 0
+    try:
+        return int(formula(*args, **kwargs, out_val=result))
+    except Exception:  # a formula that does not know this overload; the figure is only an estimate
+        return 0
+
+
+def _user_line() -> str:
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not any(part in path for part in _LIBRARIES) and not path.startswith("<"):
+            return f"{path.rsplit('/', 1)[-1]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

@@ -243,7 +243,7 @@ class _Call:
             try:
                 return unpack(packed)
             except CheckpointError as error:
-                raise _mismatch(name, error) from error
+                raise _mismatch(name, error) from None
 
         with saved_tensors_hooks(pack if saved is None else counted_pack, checked_unpack):
             return self._fn(*args, **kwargs)
@@ -281,7 +281,7 @@ class _Call:
             try:
                 self._fn(*args, **kwargs)
             except CheckpointError as error:
-                raise _mismatch(self.name, error) from error
+                raise _mismatch(self.name, error) from None
             except (StopRecomputation, RecomputeError):
                 raise
             except Exception as error:

@@ -42,7 +42,7 @@ class Hosted:
 
 
 def can_host(tensor: Tensor) -> bool:
-    """Plain tensors only: parameters (and their views) are resident anyway, subclasses have their own ways."""
+    """Plain tensors only: parameters (and their views) are resident anyway, subclasses have their ways."""
     base = tensor._base if tensor._is_view() else tensor
     plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device.type != "meta"
     return plain and not isinstance(base, nn.Parameter) and not tensor.is_conj() and not tensor.is_neg()

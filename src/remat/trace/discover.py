@@ -36,40 +36,44 @@ class Block:
 
 
 def find_blocks(model: nn.Module) -> tuple[Block, ...]:
-    """The repeated blocks of `model` in the order of registration; () if it has none."""
-    found = _search(model, "", set(), _is_composite)
-    if not found:  # nothing larger repeats: plain layers do (a stack of Linear, of LSTM)
-        found = _search(model, "", set(), _has_parameters)
-    return tuple(found)
+    """The repeated blocks of `model` in the order of registration; () if it has none.
+
+    Lists of composite modules first; where a model has none, blocks written as attributes (block1, block2);
+    then plain layers (a stack of Linear).
+    """
+    for counts, lists_only in ((_is_composite, True), (_is_composite, False), (_has_parameters, False)):
+        found = _search(model, "", set(), counts, lists_only)
+        if found:
+            return tuple(found)
+    return ()
 
 
-def _search(parent: nn.Module, path: str, seen: set[int], counts: Callable[[nn.Module], bool]) -> list[Block]:
+def _search(
+    parent: nn.Module, path: str, seen: set[int], counts: Callable[[nn.Module], bool], lists_only: bool
+) -> list[Block]:
     """Blocks below `parent`. `counts` says which modules are large enough to be one."""
     children = [(name, child) for name, child in parent.named_children() if id(child) not in seen]
     kinds = Counter(type(child) for _, child in children if counts(child))
     listed = isinstance(parent, _CONTAINERS)
-    # A list that repeats one class is a stack: its odd ones out (a dense layer before MoE layers) belong to it.
+    # A list that repeats one class is a stack: its odd ones out (a dense layer before MoE layers) belong too.
     stack = isinstance(parent, nn.ModuleList) and any(n > 1 for n in kinds.values())
     found = []
     for name, child in children:
-        if id(child) in seen:  # shared: listed twice under two names
+        if id(child) in seen:  # shared: listed under two names
             continue
         seen.add(id(child))
         full = f"{path}.{name}" if path else name
         repeated = counts(child) and (kinds[type(child)] > 1 or stack)
-        if listed and repeated and not _holds_blocks(child, counts):
+        if listed and repeated and not isinstance(child, _CONTAINERS):
             found.append(Block(full, child, path))
             continue
-        inner = _search(child, full, seen, counts)
-        if not inner and repeated and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+        # Stages written as plain containers (ResNet's) are looked into before they count as blocks themselves.
+        inner = _search(child, full, seen, counts, lists_only)
+        callable_whole = not isinstance(child, (nn.ModuleList, nn.ModuleDict))
+        if not inner and repeated and callable_whole and (listed or not lists_only):
             inner = [Block(full, child, path)]
         found += inner
     return found
-
-
-def _holds_blocks(child: nn.Module, counts: Callable[[nn.Module], bool]) -> bool:
-    """Stages written as plain containers (ResNet's) are looked into; a class of its own is a block."""
-    return isinstance(child, _CONTAINERS) and bool(_search(child, "", set(), counts))
 
 
 def _has_parameters(module: nn.Module) -> bool:

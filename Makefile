@@ -1,0 +1,37 @@
+# make demo   see remat at work            make test   run the test suite
+# Needs Python >= 3.10, pip and make; everything else goes into .venv.
+
+PYTHON ?= python3
+PIP_ARGS ?=
+WORKERS ?= 2
+
+STAMP := .venv/.installed
+BIN := .venv/bin
+
+.PHONY: demo test test-all lint types clean
+
+demo: $(STAMP)
+	$(BIN)/remat demo
+
+test: $(STAMP)
+	$(BIN)/pytest -n $(WORKERS) -m "not slow"
+
+test-all: $(STAMP)
+	$(BIN)/pytest -n $(WORKERS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check src tests
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+# Installed again whenever the requirements change; the pins live in constraints.txt.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[dev,hf,diffusers]'
+	touch $@
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis dist build out
+	find src tests -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,178 @@
+"""`remat demo`: a small GPT learns to write remat's own source, with and without checkpointing.
+
+Nothing is downloaded: the model is initialised at random, the text is this package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+import remat
+from remat.check.measure import Measurement
+from remat.check.verify import Verification, verify
+from remat.units import format_bytes, format_seconds
+
+__all__ = ["GPT", "Config", "Row", "compare_ways", "demo"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """About 10 million parameters; bytes are the vocabulary."""
+
+    vocabulary: int = 256
+    width: int = 320
+    heads: int = 5
+    layers: int = 8
+    context: int = 256
+    batch: int = 4
+    dropout: float = 0.1
+    steps: int = 8
+    seed: int = 0
+
+
+class Block(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.norm1, self.norm2 = nn.LayerNorm(config.width), nn.LayerNorm(config.width)
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.out = nn.Linear(config.width, config.width)
+        self.mlp = nn.Sequential(
+            nn.Linear(config.width, 4 * config.width), nn.GELU(), nn.Linear(4 * config.width, config.width)
+        )
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.dropout(self.out(attended.transpose(1, 2).flatten(2)))
+        return x + self.dropout(self.mlp(self.norm2(x)))
+
+
+class GPT(nn.Module):
+    """Tokens in, mean cross-entropy of the next token out."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocabulary, config.width)
+        self.positions = nn.Embedding(config.context, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to run the same training."""
+
+    name: str
+    measurement: Measurement
+    losses: tuple[float, ...]
+    verification: Verification | None  # None: this is the untouched step itself
+
+
+def compare_ways(
+    config: Config, device: str | torch.device, progress: Callable[[str], None] = lambda _: None
+) -> list[Row]:
+    """Train the same model from the same seed in each way, then measure and verify one more step."""
+    ways: dict[str, Callable[[nn.Module, dict[str, Tensor]], object]] = {
+        "plain": lambda model, batch: None,
+        "remat.enable(model)": lambda model, batch: remat.enable(model),
+    }
+    if find_spec("remat.api") is not None:
+        ways["remat.fit(activations=0.5)"] = lambda model, batch: remat.fit(model, batch, activations=0.5)
+    rows = []
+    for name, prepare in ways.items():
+        progress(name)
+        rows.append(_train(name, prepare, config, torch.device(device)))
+    return rows
+
+
+def _train(
+    name: str,
+    prepare: Callable[[nn.Module, dict[str, Tensor]], object],
+    config: Config,
+    device: torch.device,
+) -> Row:
+    torch.manual_seed(config.seed)
+    model = GPT(config).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batches = [_batch(config, index, device) for index in range(config.steps)]
+    prepare(model, batches[0])
+
+    def train(batch: dict[str, Tensor]) -> float:
+        optimizer.zero_grad()
+        loss = model(**batch)
+        loss.backward()
+        optimizer.step()
+        return float(loss)
+
+    losses = tuple(train(batch) for batch in batches)
+    verification = None if name == "plain" else verify(model, batches[0])
+    last = batches[-1]
+    measurement = remat.measure(lambda: train(last), model=model, optimizer=optimizer, warmup=1, repeats=3)
+    return Row(name, measurement, losses, verification)
+
+
+def _batch(config: Config, index: int, device: torch.device) -> dict[str, Tensor]:
+    """Pieces of the package's own source, chosen by the seed and the index alone."""
+    sources = sorted(Path(__file__).parent.rglob("*.py"))
+    text = torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in sources)), dtype=torch.uint8)
+    generator = torch.Generator().manual_seed(1000 * config.seed + index)
+    starts = torch.randint(len(text) - config.context - 1, (config.batch,), generator=generator)
+    pieces = torch.stack([text[start : start + config.context + 1] for start in starts.tolist()]).long()
+    return {"tokens": pieces[:, :-1].to(device), "labels": pieces[:, 1:].contiguous().to(device)}
+
+
+def demo(
+    device: str | None = None, config: Config | None = None, console: Console | None = None
+) -> list[Row]:
+    """Run every way and print the table."""
+    config, console = config or Config(), console or Console()
+    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    parameters = sum(p.numel() for p in GPT(config).parameters())
+    console.print(
+        f"GPT, {config.layers} blocks, {parameters / 1e6:.1f} M parameters, "
+        f"batch {config.batch} x {config.context}, {config.steps} AdamW steps on {place}",
+        highlight=False,
+    )
+    with console.status("") as spinner:
+        rows = compare_ways(config, place, lambda name: spinner.update(f"training: {name}"))
+    console.print(_table(rows))
+    return rows
+
+
+def _table(rows: list[Row]) -> Table:
+    table = Table(caption="activations: the peak above what was resident before the step")
+    table.add_column("step")
+    for title in ("peak", "activations", "of plain", "s / step", "of plain", "loss", "gradients bit-equal"):
+        table.add_column(title, justify="right")
+    plain = rows[0].measurement
+    for row in rows:
+        m = row.measurement
+        table.add_row(
+            row.name,
+            format_bytes(m.peak_bytes),
+            format_bytes(m.activation_bytes),
+            f"{m.activation_bytes / plain.activation_bytes:.2f}",
+            format_seconds(m.seconds),
+            f"{m.seconds / plain.seconds:.2f}",
+            f"{row.losses[0]:.3f} -> {row.losses[-1]:.3f}",
+            "-" if row.verification is None else "yes" if row.verification.bitwise else "no",
+        )
+    return table

@@ -163,8 +163,7 @@ def _count_bytes(step: Callable[[], Any], uses: _Uses, device: torch.device) -> 
         resident = meter.current_bytes()
         ledger = _GradientLedger(meter, device)
         stack.callback(ledger.stop)
-        for gradient in uses.gradients():
-            ledger.born(gradient)
+        ledger.born(uses.gradients())  # no name may hold them: the step frees them
         resident_gradients = ledger.nbytes
         meter.reset_peak()
         for parameter in uses.parameters():
@@ -210,10 +209,10 @@ class _GradientLedger:
 
     def accumulated(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
-            self.born(parameter.grad)
+            self.born([parameter.grad])
 
-    def born(self, gradient: Tensor) -> None:
-        for storage, device in storages_of(gradient):
+    def born(self, gradients: Iterable[Tensor]) -> None:
+        for storage, device in (pair for gradient in gradients for pair in storages_of(gradient)):
             key = id(storage)
             if key not in self._alive and device.type == self._device.type:
                 self.close_segment()

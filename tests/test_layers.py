@@ -15,7 +15,7 @@ BASE = {"remat.records", "remat.units", "remat.errors", "remat.codec"}
 
 
 def imports(path):
-    """Every module imported anywhere in a file, relative imports and `from package import module` included."""
+    """Every module imported anywhere in a file; relative imports and `from package import module` too."""
     package = ["remat", *path.relative_to(ROOT).parent.parts]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

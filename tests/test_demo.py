@@ -1,0 +1,22 @@
+"""The demo on a model small enough for a test: the same training every way."""
+
+import io
+
+from rich.console import Console
+
+from remat.demo import Config, demo
+
+TINY = Config(width=32, heads=2, layers=4, context=64, batch=2, steps=3)
+
+
+def test_every_way_trains_the_same_and_the_table_says_so():
+    out = io.StringIO()
+    rows = demo("cpu", TINY, Console(file=out, width=140))
+    plain, *others = rows
+    assert plain.name == "plain"
+    assert len(others) >= 1
+    for row in others:
+        assert row.verification.bitwise, row.verification
+        assert row.losses == plain.losses  # dropout included, every step
+        assert row.measurement.activation_bytes < plain.measurement.activation_bytes
+    assert out.getvalue().count("yes") == len(others)

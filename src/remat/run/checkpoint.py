@@ -49,6 +49,9 @@ _CAUSES = """Usual causes:
 class Observer(Protocol):
     """Told what a region does while it runs."""
 
+    def entered(self) -> None:
+        """A call is being checkpointed."""
+
     def counting(self) -> bool:
         """Whether this call's saved bytes should be counted (it costs a little)."""
 
@@ -213,6 +216,8 @@ class _Call:
         self._options = options
         self._modules = modules
         self._observer = observer
+        if observer is not None:
+            observer.entered()
         self._saved = SavedBytes(modules) if observer is not None and observer.counting() else None
         self.devices = _accelerators(inputs.tensors(), modules)
         self._state = [ModuleState(module) for module in modules]

@@ -67,7 +67,7 @@ def _search(
         if listed and repeated and not isinstance(child, _CONTAINERS):
             found.append(Block(full, child, path))
             continue
-        # Stages written as plain containers (ResNet's) are looked into before they count as blocks themselves.
+        # Stages written as plain containers (ResNet's) are looked into before they count as blocks.
         inner = _search(child, full, seen, counts, lists_only)
         callable_whole = not isinstance(child, (nn.ModuleList, nn.ModuleDict))
         if not inner and repeated and callable_whole and (listed or not lists_only):

@@ -3,8 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
-from remat.records import Op, RegionGraph, Role, Saved, Storage, Value
+from remat.records import (
+    Entry,
+    Environment,
+    Kind,
+    Mode,
+    Op,
+    Phase,
+    Profile,
+    Recipe,
+    RegionCall,
+    RegionGraph,
+    Role,
+    Saved,
+    Segment,
+    StepBytes,
+    Storage,
+    Value,
+)
 
 
 class GraphBuilder:
@@ -165,3 +183,145 @@ def llama_block(tokens: int = 16384, hidden: int = 2048, ffn: int = 5632) -> Reg
     down = linear(elementwise(active, up, nbytes=ffn * row), ffn, hidden)
     g.output(elementwise(h, down, nbytes=hidden * row))
     return g.graph()
+
+
+# ---------------------------------------------------------------------------------------------- profiles
+
+RECIPE = Recipe(kept=(), dropped=(0,), replayed=(0,))
+
+
+def entry(
+    mode: Mode,
+    resident: int,
+    seconds: float,
+    *,
+    forward: int = 0,
+    backward: int = 0,
+    inputs: tuple[int, ...] = (),
+    outputs: tuple[int, ...] = (),
+    host: int = 0,
+) -> Entry:
+    return Entry(
+        mode=mode,
+        resident_bytes=resident,
+        forward_peak_bytes=forward,
+        backward_peak_bytes=backward,
+        extra_seconds=seconds,
+        holds_inputs=inputs,
+        holds_outputs=outputs,
+        host_bytes=host,
+        recipe=RECIPE if mode is Mode.RECIPE else None,
+    )
+
+
+def kind(*menu: Entry, name: str = "block") -> Kind:
+    return Kind(signature=name, menu=menu, saved_bytes=menu[0].resident_bytes, forward_seconds=1.0)
+
+
+def profile(
+    kinds: Sequence[Kind],
+    calls: Sequence[RegionCall],
+    segments: Sequence[Segment],
+    *,
+    boundary_bytes: Sequence[int] = (),
+    step: StepBytes | None = None,
+    step_seconds: float = 10.0,
+    accumulate: bool = False,
+) -> Profile:
+    return Profile(
+        model="Tiny",
+        fingerprint="f",
+        signature="s",
+        environment=Environment("cpu", "cpu", "2.13"),
+        step=step or StepBytes(parameters=0),
+        kinds=tuple(kinds),
+        calls=tuple(calls),
+        boundary_bytes=tuple(boundary_bytes),
+        segments=tuple(segments),
+        step_seconds=step_seconds,
+        accumulate=accumulate,
+    )
+
+
+def stack(
+    kinds: Sequence[Kind],
+    order: Sequence[int],
+    *,
+    boundary: int = 10,
+    glue: int = 20,
+    gradient: int = 3,
+    step: StepBytes | None = None,
+    accumulate: bool = False,
+    step_seconds: float = 10.0,
+) -> Profile:
+    """A model of stacked blocks with a head: calls in a chain, boundary b between call b-1 and call b.
+
+    The measured step is worked out here: the reference holds its input, the head needs `glue` bytes, and
+    every block's backward leaves `gradient` bytes of parameter gradients.
+    """
+    calls = [
+        RegionCall(f"layers.{i}", 0, kind, "layers", (i,), (i + 1,), gradient) for i, kind in enumerate(order)
+    ]
+    reference = [kinds[k].menu[kinds[k].reference] for k in order]
+    segments = []
+    level = boundary  # the embedding's output: boundary 0
+    segments.append(Segment(Phase.FORWARD, -1, 0, level, level, label="embedding"))
+    for i, full in enumerate(reference):
+        peak = level + max(full.forward_peak_bytes, boundary + full.resident_bytes)
+        end = level + boundary + full.resident_bytes
+        segments.append(Segment(Phase.FORWARD, i, level, peak, end))
+        level = end
+    segments.append(Segment(Phase.FORWARD, -1, level, level + glue, level, label="head"))
+    gradients = 0
+    for i in range(len(order) - 1, -1, -1):
+        full = reference[i]
+        peak = level + max(full.backward_peak_bytes, gradient)
+        end = level - boundary - full.resident_bytes + gradient
+        gradients += gradient
+        segments.append(Segment(Phase.BACKWARD, i, level, peak, end, gradients))
+        level = end
+    if step is None:
+        step = StepBytes(parameters=1000, gradients=gradients)
+    return profile(
+        kinds, calls, segments, boundary_bytes=[boundary] * (len(order) + 1), step=step,
+        accumulate=accumulate, step_seconds=step_seconds,
+    )  # fmt: skip
+
+
+def layers(count: int, saved: int = 100, seconds: float = 1.0, **options: int) -> Profile:
+    """`count` equal layers that are kept (saved bytes, 0 s) or fully recomputed (0 bytes, `seconds` each)."""
+    block = kind(
+        entry(Mode.KEEP, saved, 0.0, forward=saved, backward=20),
+        entry(Mode.FULL, 0, seconds, forward=20, backward=saved + 20, inputs=(0,)),
+    )
+    return stack([block], [0] * count, **options)
+
+
+def llama_stack(count: int, entries: int = 12, kinds: int = 1, seed: int = 0) -> Profile:
+    """A large model: `count` calls, menus of `entries` with realistic bytes, seconds and working sets."""
+    import random
+
+    rng = random.Random(seed)
+    found = []
+    for _ in range(kinds):
+        total = rng.randint(10**9, 2 * 10**9)
+        menu = [entry(Mode.KEEP, total, 0.0, forward=total, backward=total // 4)]
+        for i in range(1, entries):
+            share = 1 - i / entries
+            resident = int(total * share * rng.uniform(0.97, 1.03))
+            seconds = 5e-3 * (1 - share) ** 1.7 * rng.uniform(0.9, 1.1)
+            last = i == entries - 1
+            menu.append(
+                entry(
+                    Mode.FULL if last else Mode.RECIPE,
+                    0 if last else resident,
+                    seconds,
+                    forward=total // 3 if last else resident + total // 10,
+                    backward=int(total * (1.3 - share)),
+                    inputs=(0,) if last or i % 2 else (),
+                    outputs=(0,) if i % 5 == 0 and not last else (),
+                )
+            )
+        found.append(kind(*menu))
+    order = sorted(rng.randrange(kinds) for _ in range(count))
+    return stack(found, order, boundary=2**27, glue=2**32, gradient=10**8, step_seconds=0.02 * count)

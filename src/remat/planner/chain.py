@@ -1,0 +1,459 @@
+"""The exact, fast solver for the usual step: backward runs through the regions in reverse order of forward.
+
+Then what is held at any point is what the first m calls hold, for some m. After the first j calls nothing
+matters but the sum L of the bytes they hold (and which of them hold a boundary tensor that a later call
+reads): a smaller L is never worse. That gives
+
+- the least budget by one pass from the back, in exact integers;
+- the fastest plan by dynamic programming over (L, seconds), which also merges the many equivalent plans of a
+  model whose blocks are alike: the symmetry that makes the integer program slow (20 s, where this takes 0.1).
+
+States that cannot lead to a better plan are cut off by the bound that the relaxed program's memory prices
+give. The list of states is first kept short, for a good plan early; a pass in which nothing that could still
+matter was left out is a proof of optimality. Seconds are counted in whole picoseconds, so that their sums do
+not depend on the order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from remat.planner.program import Call, Option, Program, held_by_consumer, held_by_producer
+from remat.planner.simulate import Boundary
+
+__all__ = ["Chain", "Fastest", "bound_seconds", "chain", "fastest", "least_peak"]
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+_PICO = 1e12
+_WIDTHS = (128, 4096, 65536, 1 << 20)
+_MOST_OPEN = 6
+
+
+@dataclass(frozen=True)
+class Move:
+    """One option of a link, given which open boundaries are held by their producers (`mask`)."""
+
+    option: int
+    pico: int
+    held: int  # while its backward has not begun, from its own point of view
+    later: int  # for all calls after it: `held` less the boundaries that are let go
+    forward: int  # absolute bytes of its own segments, above what the calls before it hold
+    backward: int
+    mask: int  # open boundaries held, after it
+
+
+@dataclass(frozen=True)
+class Link:
+    """One call of the chain: its moves per mask, and the prices and caps of its own two segments."""
+
+    moves: dict[int, tuple[Move, ...]]
+    forward_segment: int
+    backward_segment: int
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The program as a chain. `between[m]`: bytes reached, besides L, while just the first m calls hold."""
+
+    floor_bytes: int
+    links: tuple[Link, ...]
+    calls: tuple[int, ...]  # of the program, one per link; the others have one option only
+    between: tuple[int, ...]
+    between_segments: tuple[tuple[int, ...], ...]
+    base_bytes: tuple[int, ...]
+    needs: tuple[int, ...]  # base plus glue of each segment
+
+
+def chain(problem: Program) -> Chain | None:
+    """The program as a chain, or None if its regions are not nested."""
+    links = [i for i, call in enumerate(problem.calls) if call.span is not None and call.span.recorded]
+    if not _nested([problem.calls[i] for i in links]):
+        return None
+    others = [call for i, call in enumerate(problem.calls) if i not in set(links)]
+    if any(len(call.options) > 1 for call in others):
+        return None
+    needs = [base + above for base, above in zip(problem.base_bytes, problem.glue_above, strict=True)]
+    for call in others:
+        _settle(call, needs)
+    between, where = _between(problem, links, needs)
+    slots = _slots(problem, links)
+    if slots is None:
+        return None
+    return Chain(
+        floor_bytes=problem.floor_bytes,
+        links=tuple(_links(problem, links, needs, slots)),
+        calls=tuple(links),
+        between=between,
+        between_segments=where,
+        base_bytes=problem.base_bytes,
+        needs=tuple(needs),
+    )
+
+
+def _nested(calls: list[Call]) -> bool:
+    last_forward, first_backward = -1, None
+    for call in calls:
+        span = call.span
+        assert span is not None
+        if len(call.segments) != 2 or span.returns != span.backward or span.forward <= last_forward:
+            return False
+        if first_backward is not None and span.backward >= first_backward:
+            return False
+        last_forward, first_backward = span.forward, span.backward
+    return first_backward is None or last_forward < first_backward
+
+
+def _settle(call: Call, needs: list[int]) -> None:
+    """A call with one option and no backward is a fixed part of the timeline."""
+    option = call.options[0]
+    for segment, above in zip(call.segments, option.above, strict=True):
+        needs[segment] += above
+    if call.span is not None:
+        for segment in range(call.span.forward + 1, len(needs)):
+            needs[segment] += option.held_bytes
+
+
+def _between(
+    problem: Program, links: list[int], needs: list[int]
+) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    own = {segment for i in links for segment in problem.calls[i].segments}
+    opens: dict[int, int] = {}
+    for i in links:
+        span = problem.calls[i].span
+        assert span is not None
+        opens[span.forward], opens[span.backward] = 1, -1
+    where: list[list[int]] = [[] for _ in range(len(links) + 1)]
+    count = 0
+    for segment in range(len(needs)):
+        if segment not in own:
+            where[count].append(segment)
+        count += opens.get(segment, 0)
+    reached = tuple(max((needs[k] for k in segments), default=0) for segments in where)
+    return reached, tuple(tuple(segments) for segments in where)
+
+
+def _slots(problem: Program, links: list[int]) -> dict[int, int] | None:
+    """A bit for each boundary whose release depends on its producer's choice, reused once it is read."""
+    order = {call: position for position, call in enumerate(links)}
+    open_until: list[tuple[int, int, int]] = []  # (producer, consumer, boundary)
+    for number, boundary in enumerate(problem.boundaries):
+        holds = {held_by_producer(boundary, o) for o in problem.calls[boundary.producer].options}
+        reads = {held_by_consumer(boundary, o) for o in problem.calls[boundary.consumer].options}
+        if holds == {True, False} and reads != {True}:
+            if boundary.producer not in order or order[boundary.producer] >= order[boundary.consumer]:
+                return None
+            open_until.append((order[boundary.producer], order[boundary.consumer], number))
+    slots: dict[int, int] = {}
+    busy: dict[int, int] = {}  # slot -> consumer that frees it
+    for producer, consumer, number in sorted(open_until):
+        free = [slot for slot in range(_MOST_OPEN) if busy.get(slot, -1) <= producer]
+        if not free:
+            return None
+        slots[number], busy[free[0]] = free[0], consumer
+    return slots
+
+
+def _links(problem: Program, links: list[int], needs: list[int], slots: dict[int, int]) -> Iterator[Link]:
+    masks = {0}
+    for index in links:
+        call = problem.calls[index]
+        reads = [(n, b) for n, b in enumerate(problem.boundaries) if b.consumer == index]
+        makes = [(n, b) for n, b in enumerate(problem.boundaries) if b.producer == index and n in slots]
+        moves = {
+            mask: tuple(
+                _move(problem, call, number, option, mask, reads, makes, needs, slots)
+                for number, option in enumerate(call.options)
+            )
+            for mask in sorted(masks)
+        }
+        assert call.span is not None
+        yield Link(moves, call.span.forward, call.span.backward)
+        masks = {move.mask for options in moves.values() for move in options}
+
+
+def _move(
+    problem: Program,
+    call: Call,
+    number: int,
+    option: Option,
+    mask: int,
+    reads: Iterable[tuple[int, Boundary]],
+    makes: Iterable[tuple[int, Boundary]],
+    needs: list[int],
+    slots: dict[int, int],
+) -> Move:
+    later, after = option.held_bytes, mask
+    for boundary_number, boundary in reads:
+        if boundary_number in slots:
+            bit = 1 << slots[boundary_number]
+            held_before = bool(mask & bit)
+            after &= ~bit
+        else:
+            held_before = held_by_producer(boundary, problem.calls[boundary.producer].options[0])  # all agree
+        if not held_before and not held_by_consumer(boundary, option):
+            later -= boundary.nbytes
+    for boundary_number, boundary in makes:
+        if held_by_producer(boundary, option):
+            after |= 1 << slots[boundary_number]
+    above = dict(zip(call.segments, option.above, strict=True))
+    span = call.span
+    assert span is not None
+    return Move(
+        option=number,
+        pico=round(option.seconds * _PICO),
+        held=option.held_bytes,
+        later=later,
+        forward=needs[span.forward] + above[span.forward],
+        backward=needs[span.backward] + above[span.backward] + option.held_bytes,
+        mask=after,
+    )
+
+
+# ---------------------------------------------------------------------------------------- the least budget
+
+
+def _last_masks(problem: Chain) -> set[int]:
+    if not problem.links:
+        return {0}
+    return {move.mask for moves in problem.links[-1].moves.values() for move in moves}
+
+
+def _needed_from(problem: Chain) -> list[dict[int, int]]:
+    """For each position and mask: the bytes needed besides L, by the best choice of all that follows."""
+    last = len(problem.links)
+    needed = [dict.fromkeys(_last_masks(problem), problem.between[last])]
+    for position in range(last - 1, -1, -1):
+        after = needed[-1]
+        needed.append(
+            {
+                mask: max(
+                    problem.between[position],
+                    min(max(m.forward, m.backward, after[m.mask] + m.later) for m in moves),
+                )
+                for mask, moves in problem.links[position].moves.items()
+            }
+        )
+    return needed[::-1]
+
+
+def least_peak(problem: Chain) -> tuple[int, dict[int, int]]:
+    """The least peak of any choice, in exact bytes, and a choice (call -> option) that has it."""
+    needed = _needed_from(problem)
+    peak = max(problem.floor_bytes, needed[0][0])
+    level, mask, chosen = 0, 0, {}
+    for position, link in enumerate(problem.links):
+        after = needed[position + 1]
+        move = min(
+            link.moves[mask],
+            key=lambda m: (level + max(m.forward, m.backward, after[m.mask] + m.later) > peak, m.pico),
+        )
+        chosen[problem.calls[position]] = move.option
+        level, mask = level + move.later, move.mask
+    return peak, chosen
+
+
+# ---------------------------------------------------------------------------------------- the fastest plan
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """After j calls no completion takes less than per_byte[j] * L + rest[j][mask] picoseconds more."""
+
+    per_byte: Floats
+    rest: tuple[dict[int, float], ...]  # what floating-point sums may be off by is already taken off
+
+
+def _bound(problem: Chain, budget_bytes: int, prices: Floats) -> _Bound:
+    """Memory bought at its price instead of being limited: the best moves then follow from the masks alone."""
+    price = prices * _PICO
+    cap = budget_bytes - np.array(problem.needs, dtype=np.float64)
+    count = len(problem.links)
+    per_byte = np.zeros(count + 1)
+    rest = [dict.fromkeys(_last_masks(problem), 0.0)]
+    magnitude = 1.0
+    for position in range(count - 1, -1, -1):
+        link = problem.links[position]
+        forward, backward = link.forward_segment, link.backward_segment
+        between = list(problem.between_segments[position + 1])
+        later = float(per_byte[position + 1] + price[between].sum())
+        per_byte[position] = later + price[forward] + price[backward]
+        budgeted = float(
+            price[forward] * cap[forward] + price[backward] * cap[backward] + price[between] @ cap[between]
+        )
+
+        def cost(move: Move, later: float = later, link: Link = link) -> float:
+            own_forward = float(price[link.forward_segment]) * (
+                move.forward - problem.needs[link.forward_segment]
+            )
+            own_backward = move.backward - problem.needs[link.backward_segment]
+            own = own_forward + float(price[link.backward_segment]) * own_backward
+            return move.pico + later * move.later + own
+
+        rest.append(
+            {
+                mask: min(cost(move) + rest[-1][move.mask] for move in moves) - budgeted
+                for mask, moves in link.moves.items()
+            }
+        )
+        magnitude += abs(budgeted) + max(abs(cost(m)) for moves in link.moves.values() for m in moves)
+    slack = 1e-12 * magnitude
+    return _Bound(per_byte, tuple({m: value - slack for m, value in at.items()} for at in reversed(rest)))
+
+
+def bound_seconds(problem: Chain, budget_bytes: int, prices: Floats) -> float:
+    """Seconds that no choice within the budget can undercut."""
+    return _bound(problem, budget_bytes, prices).rest[0][0] / _PICO
+
+
+@dataclass(frozen=True)
+class Fastest:
+    """A choice (call -> option), and by how many seconds at most a better one could undercut it."""
+
+    options: dict[int, int]
+    gap_seconds: float
+
+
+def fastest(problem: Chain, budget_bytes: int, prices: Floats) -> Fastest | None:
+    """The fastest choice within the budget, None if there is none.
+
+    Exact to the picosecond (gap 0), unless even the longest list of states overflows.
+    """
+    needed = _needed_from(problem)
+    if max(problem.floor_bytes, needed[0][0]) > budget_bytes:
+        return None
+    bound = _bound(problem, budget_bytes, prices)
+    best: _Pass | None = None
+    unexplored = np.inf
+    for width in _WIDTHS:
+        found = _search(problem, budget_bytes, needed, bound, width, None if best is None else best.pico)
+        unexplored = found.unexplored
+        if found.moves is not None:
+            best = found
+        assert best is not None  # every state that the first pass keeps can be completed
+        if unexplored > best.pico - 1:
+            unexplored = best.pico
+            break
+    assert best is not None
+    assert best.moves is not None
+    return Fastest(dict(zip(problem.calls, best.moves, strict=True)), max(best.pico - unexplored, 0) / _PICO)
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """What one pass found: better moves than known before, or None; and the least bound of what it left."""
+
+    pico: int
+    moves: tuple[int, ...] | None
+    unexplored: float
+
+
+@dataclass(frozen=True)
+class _States:
+    """States after some calls that agree in their mask; sorted by level, and by falling seconds."""
+
+    level: Ints
+    pico: Ints
+    parent: Ints  # index among the states before the last call
+    move: Ints
+
+
+def _search(
+    problem: Chain,
+    budget_bytes: int,
+    needed: list[dict[int, int]],
+    bound: _Bound,
+    width: int,
+    beat_pico: int | None,
+) -> _Pass:
+    zero = np.zeros(1, dtype=np.int64)
+    groups = {0: _States(zero, zero, zero, zero)}
+    history: list[dict[int, _States]] = []
+    unexplored = np.inf
+    for position, link in enumerate(problem.links):
+        after = needed[position + 1]
+        per_byte, rest = float(bound.per_byte[position + 1]), bound.rest[position + 1]
+        grown: dict[int, list[_States]] = {}
+        first = 0
+        for mask, states in groups.items():
+            for move in link.moves[mask]:
+                most = budget_bytes - max(move.forward, move.backward, after[move.mask] + move.later)
+                fits = int(np.searchsorted(states.level, most, side="right"))  # levels are sorted
+                level = states.level[:fits] + move.later
+                pico = states.pico[:fits] + move.pico
+                parent = np.arange(first, first + fits)
+                if beat_pico is not None:
+                    promising = pico + per_byte * level + rest[move.mask] <= beat_pico - 1
+                    level, pico, parent = level[promising], pico[promising], parent[promising]
+                if len(level):
+                    moves = np.full(len(level), move.option, dtype=np.int64)
+                    grown.setdefault(move.mask, []).append(_States(level, pico, parent, moves))
+            first += len(states.level)
+        groups = {mask: _front(parts) for mask, parts in grown.items()}
+        groups, left_out = _shorten(groups, width, per_byte, rest)
+        unexplored = min(unexplored, left_out)
+        history.append(groups)
+    ends = [
+        (int(s.pico[-1]), mask) for mask, s in groups.items() if len(s.pico)
+    ]  # seconds fall with the level
+    if not ends:
+        return _Pass(0, None, unexplored)
+    best, mask = min(ends)
+    return _Pass(best, _trace_back(history, mask), unexplored)
+
+
+def _front(parts: list[_States]) -> _States:
+    """Without the states that another one beats in both bytes and seconds."""
+    level, pico, parent, move = (
+        np.concatenate([getattr(part, name) for part in parts])
+        for name in ("level", "pico", "parent", "move")
+    )
+    order = np.lexsort((pico, level))
+    least = np.minimum.accumulate(pico[order])
+    better = np.ones(len(order), dtype=np.bool_)
+    better[1:] = least[1:] < least[:-1]
+    kept = order[better]
+    return _States(level[kept], pico[kept], parent[kept], move[kept])
+
+
+def _shorten(
+    groups: dict[int, _States], width: int, per_byte: float, rest: dict[int, float]
+) -> tuple[dict[int, _States], float]:
+    """Keep the `width` most promising states; also the bound of the best that is left out."""
+    if sum(len(states.level) for states in groups.values()) <= width:
+        return groups, np.inf
+    bounds = {mask: states.pico + per_byte * states.level + rest[mask] for mask, states in groups.items()}
+    together = np.concatenate(list(bounds.values()))
+    limit = float(np.partition(together, width - 1)[width - 1])
+    kept = {
+        mask: _States(*(part[bounds[mask] <= limit] for part in (s.level, s.pico, s.parent, s.move)))
+        for mask, s in groups.items()
+    }
+    beyond = together[together > limit]
+    return kept, float(beyond.min()) if len(beyond) else np.inf
+
+
+def _trace_back(history: list[dict[int, _States]], mask: int) -> tuple[int, ...]:
+    moves: list[int] = []
+    at = len(history[-1][mask].pico) - 1 if history else 0
+    for position in range(len(history) - 1, -1, -1):
+        states = history[position][mask]
+        moves.append(int(states.move[at]))
+        at = int(states.parent[at])
+        if position:
+            mask, at = _locate(history[position - 1], at)
+    return tuple(reversed(moves))
+
+
+def _locate(groups: dict[int, _States], at: int) -> tuple[int, int]:
+    """From an index among all states to a mask and an index among those that share it."""
+    for mask, states in groups.items():
+        if at < len(states.level):
+            return mask, at
+        at -= len(states.level)
+    raise IndexError(at)

@@ -1,0 +1,370 @@
+"""The choice of one menu entry per region call as a linear program over the points of the timeline.
+
+    minimise   sum of seconds of the chosen entries
+    subject to level at segment k + what the chosen entry needs within it <= budget     for every segment k
+
+The level at k is a sum over the calls that are then between their forward and their backward, minus the
+boundary tensors that are let go. `chain.py` solves it fast where backward runs in the reverse order of
+forward (nearly always); this module sets it up, relaxes it (a bound, and prices for memory), and hands the
+rest to HiGHS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+from scipy.sparse import coo_array, csr_array, hstack
+
+from remat.errors import InputError
+from remat.planner.simulate import Boundary, Span, boundaries, call_label, segment_peak, simulate, spans
+from remat.records import Action, Entry, Mode, Profile
+
+__all__ = [
+    "Call",
+    "Option",
+    "Program",
+    "actions",
+    "lagrangian_bound",
+    "memory_prices",
+    "program",
+    "solve_milp",
+]
+
+Floats = npt.NDArray[np.float64]
+
+_TIME_LIMIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Option:
+    """An entry of a call's menu, in the terms of the timeline. `above` follows the call's own segments."""
+
+    entry: int
+    seconds: float
+    held_bytes: int  # beyond what the reference entry holds
+    above: tuple[int, ...]
+    holds_inputs: frozenset[int]
+    holds_outputs: frozenset[int]
+
+    def no_worse_than(self, other: Option) -> bool:
+        return (
+            self.seconds <= other.seconds
+            and self.held_bytes <= other.held_bytes
+            and all(a <= b for a, b in zip(self.above, other.above, strict=True))
+            and self.holds_inputs <= other.holds_inputs
+            and self.holds_outputs <= other.holds_outputs
+        )
+
+
+@dataclass(frozen=True)
+class Call:
+    """A region call: when it holds memory, its own segments, and the options worth considering."""
+
+    span: Span | None
+    segments: tuple[int, ...]
+    options: tuple[Option, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """Everything the solvers need. `base_bytes[k]` is the absolute level at segment k with nothing chosen."""
+
+    base_bytes: tuple[int, ...]
+    glue_above: tuple[int, ...]  # what segment k needs above its level, 0 in a region's own segments
+    floor_bytes: int  # reached whatever is chosen: what is resident, the optimizer's own step
+    calls: tuple[Call, ...]
+    boundaries: tuple[Boundary, ...]
+
+
+def held_by_consumer(boundary: Boundary, option: Option) -> bool:
+    return boundary.input_position in option.holds_inputs
+
+
+def held_by_producer(boundary: Boundary, option: Option) -> bool:
+    return boundary.output_position in option.holds_outputs
+
+
+def actions(entry: Entry) -> frozenset[Action]:
+    """What an entry does, beyond keeping: the actions that must be allowed for it."""
+    if entry.mode is Mode.KEEP:
+        return frozenset({Action.KEEP})
+    needed = {Action.OFFLOAD} if entry.host_bytes else set()
+    if entry.recipe is None or entry.recipe.dropped:
+        needed.add(Action.RECOMPUTE)
+    return frozenset(needed)
+
+
+def program(profile: Profile, allow: Sequence[Action]) -> Program:
+    """Set the program up, without entries that are not allowed or that another one beats in all respects."""
+    reference = simulate(profile, [profile.kinds[call.kind].reference for call in profile.calls])
+    own: dict[int, list[int]] = {}
+    for index, segment in enumerate(profile.segments):
+        own.setdefault(segment.call, []).append(index)
+    shared: dict[tuple[object, ...], tuple[Option, ...]] = {}
+    calls = []
+    for index, (call, span) in enumerate(zip(profile.calls, spans(profile), strict=True)):
+        mine = tuple(own.get(index, ()))
+        measured = tuple(profile.segments[k].peak_bytes - profile.segments[k].start_bytes for k in mine)
+        phases = tuple(profile.segments[k].phase for k in mine)
+        key = (
+            call.kind,
+            len(call.inputs),
+            measured,
+            phases,
+            span is None,
+            span is not None and span.recorded,
+        )
+        if key not in shared:
+            shared[key] = _options(profile, index, span, mine, allow)
+        if not shared[key]:
+            allowed = ", ".join(action.name for action in allow) or "nothing"
+            raise InputError(
+                f"no way to run {call_label(call)} is left with allow=({allowed}); add Action.KEEP or "
+                f"Action.RECOMPUTE to allow"
+            )
+        calls.append(Call(span, mine, shared[key]))
+    segments = range(len(profile.segments))
+    return Program(
+        base_bytes=tuple(reference.points[k].start_bytes for k in segments),
+        glue_above=tuple(
+            reference.points[k].working if profile.segments[k].call < 0 else 0 for k in segments
+        ),
+        floor_bytes=max([profile.step.resident, *(p.peak_bytes for p in reference.points[len(segments) :])]),
+        calls=tuple(calls),
+        boundaries=boundaries(profile),
+    )
+
+
+def _options(
+    profile: Profile, index: int, span: Span | None, segments: Sequence[int], allow: Sequence[Action]
+) -> tuple[Option, ...]:
+    kind = profile.kinds[profile.calls[index].kind]
+    reference = kind.menu[kind.reference]
+    inputs = len(profile.calls[index].inputs)
+    found: list[Option] = []
+    for number, entry in enumerate(kind.menu):
+        if not actions(entry) <= set(allow):
+            continue
+        extra = entry.resident_bytes - reference.resident_bytes
+        if span is None:
+            extra = 0
+        elif not span.recorded:
+            extra = max(extra, 0)
+        found.append(
+            Option(
+                entry=number,
+                seconds=entry.extra_seconds,
+                held_bytes=extra,
+                above=tuple(segment_peak(profile.segments[k], entry, reference) for k in segments),
+                holds_inputs=frozenset(range(inputs) if entry.mode is Mode.FULL else entry.holds_inputs),
+                holds_outputs=frozenset(entry.holds_outputs),
+            )
+        )
+    kept: list[Option] = []
+    for option in found:
+        if any(other.no_worse_than(option) for other in kept):
+            continue
+        kept = [other for other in kept if not option.no_worse_than(other)]
+        kept.append(option)
+    return tuple(kept)
+
+
+# ------------------------------------------------------------------------------------------- in matrix form
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """Columns: an option per call, then the level at each segment, then the share let go of each boundary."""
+
+    rows: csr_array
+    lower: Floats
+    upper: Floats  # of every row but the segments', where it depends on the budget
+    first_segment_row: int
+    cost: Floats
+    options: int
+
+
+def _matrix(problem: Program) -> _Matrix:
+    """Levels are columns of their own, chained from segment to segment, so that the rows stay short.
+
+    All bytes are relative to the largest that occurs, all seconds to the dearest choice.
+    """
+    offsets = np.cumsum([0, *(len(call.options) for call in problem.calls)])
+    options, segments = int(offsets[-1]), len(problem.base_bytes)
+    scale = byte_scale(problem)
+    entries: list[tuple[int, int, float]] = []
+    lower: list[float] = []
+    upper: list[float] = []
+
+    def row(terms: list[tuple[int, float]], low: float, high: float) -> None:
+        entries.extend((len(lower), column, weight) for column, weight in terms)
+        lower.append(low)
+        upper.append(high)
+
+    changes: list[list[tuple[int, float]]] = [[] for _ in range(segments + 1)]
+    needs: list[list[tuple[int, float]]] = [[] for _ in range(segments)]
+    for call, first in zip(problem.calls, offsets, strict=False):
+        row([(int(first) + i, 1.0) for i in range(len(call.options))], 1.0, 1.0)
+        for i, option in enumerate(call.options):
+            column = int(first) + i
+            if call.span is not None and option.held_bytes:
+                _between(
+                    changes, call.span.forward + 1, call.span.backward, column, option.held_bytes / scale
+                )
+            for segment, above in zip(call.segments, option.above, strict=True):
+                needs[segment].append((column, above / scale))
+    for number, boundary in enumerate(problem.boundaries):
+        let_go = options + segments + number
+        span = problem.calls[boundary.consumer].span
+        assert span is not None  # or it would not be among the boundaries
+        _between(changes, span.forward + 1, span.returns - 1, let_go, -boundary.nbytes / scale)
+        for index, holds in ((boundary.producer, held_by_producer), (boundary.consumer, held_by_consumer)):
+            first = int(offsets[index])
+            holders = [
+                (first + i, 1.0) for i, o in enumerate(problem.calls[index].options) if holds(boundary, o)
+            ]
+            row([(let_go, 1.0), *holders], -np.inf, 1.0)
+    for k in range(segments):
+        before = [(options + k - 1, -1.0)] if k else []
+        row([(options + k, 1.0), *before, *((c, -w) for c, w in changes[k])], 0.0, 0.0)
+    first_segment_row = len(lower)
+    for k in range(segments):
+        row([(options + k, 1.0), *needs[k]], -np.inf, 0.0)
+    seconds = np.array([option.seconds for call in problem.calls for option in call.options])
+    cost = np.concatenate([seconds / second_scale(problem), np.zeros(segments + len(problem.boundaries))])
+    rows = csr_array(
+        coo_array(
+            (
+                np.array([weight for _, _, weight in entries], dtype=np.float64),
+                (
+                    np.array([where for where, _, _ in entries], dtype=np.int64),
+                    np.array([column for _, column, _ in entries], dtype=np.int64),
+                ),
+            ),
+            shape=(len(lower), len(cost)),
+        )
+    )
+    return _Matrix(rows, np.array(lower), np.array(upper), first_segment_row, cost, options)
+
+
+def _between(
+    changes: list[list[tuple[int, float]]], first: int, last: int, column: int, weight: float
+) -> None:
+    if first <= last:
+        changes[first].append((column, weight))
+        changes[last + 1].append((column, -weight))
+
+
+def byte_scale(problem: Program) -> float:
+    """Bytes per unit of the matrix: one unit is a thousandth of the largest amount in it."""
+    amounts = [o.held_bytes + max(o.above, default=0) for c in problem.calls for o in c.options]
+    return max(max(amounts, default=0), max((b.nbytes for b in problem.boundaries), default=0), 1) / 1e3
+
+
+def second_scale(problem: Program) -> float:
+    dearest = max((abs(o.seconds) for call in problem.calls for o in call.options), default=0.0)
+    return dearest / 1e3 or 1.0
+
+
+def _segment_caps(problem: Program, budget_bytes: int) -> Floats:
+    pairs = zip(problem.base_bytes, problem.glue_above, strict=True)
+    return np.array([budget_bytes - base - above for base, above in pairs], dtype=np.float64)
+
+
+def memory_prices(problem: Program, budget_bytes: int) -> Floats:
+    """Seconds that one more byte would save at each segment: the duals of the relaxed program (all >= 0)."""
+    matrix = _matrix(problem)
+    segments, let_go = len(problem.base_bytes), len(problem.boundaries)
+    upper = matrix.upper.copy()
+    upper[matrix.first_segment_row :] = _segment_caps(problem, budget_bytes) / byte_scale(problem)
+    equal = matrix.lower == matrix.upper
+    equal[matrix.first_segment_row :] = False
+    lowest = np.concatenate([np.zeros(matrix.options), np.full(segments, -np.inf), np.zeros(let_go)])
+    highest = np.concatenate([np.full(matrix.options + segments, np.inf), np.ones(let_go)])
+    result = linprog(
+        matrix.cost,
+        A_ub=matrix.rows[~equal],
+        b_ub=upper[~equal],
+        A_eq=matrix.rows[equal],
+        b_eq=matrix.lower[equal],
+        bounds=list(zip(lowest.tolist(), highest.tolist(), strict=True)),
+        method="highs",
+    )
+    if result.status != 0:  # prices only speed the search up and tighten the bound; zero is a valid one
+        return np.zeros(segments)
+    duals = np.asarray(result.ineqlin.marginals, dtype=np.float64)[int((~equal).sum()) - segments :]
+    prices: Floats = np.maximum(-duals, 0.0) * (second_scale(problem) / byte_scale(problem))
+    return prices
+
+
+def lagrangian_bound(problem: Program, budget_bytes: int, prices: Floats) -> float:
+    """Seconds that no choice within the budget can undercut, whatever the prices (>= 0) are.
+
+    Memory is bought at its price instead of being limited; then every call chooses alone. Valid for any
+    prices; with those of `memory_prices` it is the relaxed optimum, or a little less where producers hold
+    boundary tensors.
+    """
+    running = np.concatenate([[0.0], np.cumsum(prices)])
+    refund: dict[int, list[tuple[Boundary, float]]] = {}
+    for boundary in problem.boundaries:
+        span = problem.calls[boundary.consumer].span
+        if span is not None:
+            price = float(running[span.returns] - running[span.forward + 1]) * boundary.nbytes
+            refund.setdefault(boundary.consumer, []).append((boundary, max(price, 0.0)))
+    total = -float(prices @ _segment_caps(problem, budget_bytes)) if len(prices) else 0.0
+    for index, call in enumerate(problem.calls):
+        held = 0.0
+        if call.span is not None:
+            end = min(call.span.backward + 1, len(prices))
+            held = float(running[end] - running[call.span.forward + 1])
+        total += min(
+            option.seconds
+            + held * option.held_bytes
+            + sum(float(prices[k]) * above for k, above in zip(call.segments, option.above, strict=True))
+            - sum(price for b, price in refund.get(index, ()) if not held_by_consumer(b, option))
+            for option in call.options
+        )
+    return total
+
+
+def solve_milp(problem: Program, budget_bytes: int | None, *, gap: float = 1e-6) -> tuple[int, ...] | None:
+    """One option per call by HiGHS: the fastest within the budget, or without one the least peak."""
+    matrix = _matrix(problem)
+    segments, let_go = len(problem.base_bytes), len(problem.boundaries)
+    # The last column is how far the peak is above the limit: 0 with a budget, minimised without one.
+    limit = problem.floor_bytes if budget_bytes is None else budget_bytes
+    upper = matrix.upper.copy()
+    upper[matrix.first_segment_row :] = _segment_caps(problem, limit) / byte_scale(problem)
+    column = np.zeros((len(upper), 1))
+    column[matrix.first_segment_row :] = -1.0
+    over = csr_array(column)
+    lowest = np.concatenate([np.zeros(matrix.options), np.full(segments, -np.inf), np.zeros(let_go + 1)])
+    most_over = np.inf if budget_bytes is None else 0.0
+    highest = np.concatenate(
+        [np.ones(matrix.options), np.full(segments, np.inf), np.ones(let_go), [most_over]]
+    )
+    if budget_bytes is None:
+        cost = np.append(np.zeros(len(matrix.cost)), 1.0)
+    else:
+        cost = np.append(matrix.cost, 0.0)
+    whole = np.zeros(len(cost), dtype=np.int64)
+    whole[: matrix.options] = 1
+    result = milp(
+        cost,
+        constraints=LinearConstraint(csr_array(hstack([matrix.rows, over])), matrix.lower, upper),
+        integrality=whole,
+        bounds=Bounds(lowest, highest),
+        options={"time_limit": _TIME_LIMIT_S, "mip_rel_gap": gap},
+    )
+    if result.x is None:
+        return None
+    chosen, first = [], 0
+    for call in problem.calls:
+        share = np.asarray(result.x)[first : first + len(call.options)]
+        chosen.append(int(np.argmax(share)))
+        first += len(call.options)
+    return tuple(chosen)

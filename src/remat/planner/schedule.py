@@ -1,0 +1,180 @@
+"""One menu entry per region call: the least seconds with the peak within the budget at every point.
+
+The solver proposes, the simulator disposes: what is found is replayed by `simulate` before it is returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from remat.errors import BudgetError, RematError
+from remat.planner.bounds import DEFAULT_ALLOW, entries, least_choices
+from remat.planner.chain import chain, fastest
+from remat.planner.program import Program, memory_prices, program, solve_milp
+from remat.planner.simulate import Timeline, simulate
+from remat.records import Action, Mode, Plan, Profile
+from remat.units import format_bytes, format_seconds
+
+__all__ = ["keep_everything", "make_plan", "schedule"]
+
+
+def schedule(
+    profile: Profile,
+    budget_bytes: int,
+    *,
+    allow: Sequence[Action] = DEFAULT_ALLOW,
+    max_seconds: float | None = None,
+) -> Plan:
+    """The fastest plan whose simulated peak is within the budget.
+
+    A budget that holds the untouched step gives exactly that. Raises BudgetError, with the least budget that
+    works in `.needed`, if there is no plan, or none that takes at most `max_seconds`.
+    """
+    allowed = tuple(dict.fromkeys(allow))
+    plan = _fastest(profile, budget_bytes, allowed)
+    if max_seconds is not None and plan.predicted_seconds > max_seconds:
+        raise _too_slow(plan, max_seconds)
+    return plan
+
+
+def keep_everything(profile: Profile) -> tuple[int, ...]:
+    """The untouched step: every call in the entry that keeps everything."""
+    return tuple(_first(profile, call.kind, Mode.KEEP) for call in profile.calls)
+
+
+def make_plan(
+    profile: Profile,
+    choices: Sequence[int],
+    budget_bytes: int,
+    *,
+    strategy: str,
+    allow: Sequence[Action] = DEFAULT_ALLOW,
+    notes: Sequence[str] = (),
+) -> Plan:
+    """A plan from choices, with what the simulator predicts of it and of the untouched step."""
+    predicted, plain = simulate(profile, choices), simulate(profile, keep_everything(profile))
+    return Plan(
+        profile=profile,
+        choices=tuple(choices),
+        budget_bytes=budget_bytes,
+        predicted_peak_bytes=predicted.peak_bytes,
+        predicted_seconds=predicted.seconds,
+        plain_peak_bytes=plain.peak_bytes,
+        plain_seconds=plain.seconds,
+        strategy=strategy,
+        allow=tuple(allow),
+        notes=tuple(notes),
+    )
+
+
+def _first(profile: Profile, kind: int, mode: Mode) -> int:
+    menu = profile.kinds[kind].menu
+    return next((i for i, entry in enumerate(menu) if entry.mode is mode), 0)
+
+
+def _fastest(profile: Profile, budget_bytes: int, allow: tuple[Action, ...]) -> Plan:
+    untouched = keep_everything(profile)
+    if Action.KEEP in allow and simulate(profile, untouched).peak_bytes <= budget_bytes:
+        return make_plan(profile, untouched, budget_bytes, strategy="optimal", allow=allow)
+    problem = program(profile, allow)
+    least = least_choices(profile, problem)
+    smallest = simulate(profile, least)
+    if smallest.peak_bytes > budget_bytes:
+        raise _out_of_reach(profile, budget_bytes, smallest, allow)
+    choices, notes = _solve(profile, problem, budget_bytes, least)
+    plan = make_plan(profile, choices, budget_bytes, strategy="optimal", allow=allow, notes=notes)
+    if plan.predicted_peak_bytes > budget_bytes:
+        raise RematError(
+            f"internal error: the solver's plan peaks at {plan.predicted_peak_bytes} bytes in the simulator, "
+            f"over the budget of {budget_bytes}; please report this with the saved profile"
+        )
+    return plan
+
+
+def _solve(
+    profile: Profile, problem: Program, budget_bytes: int, least: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    nested = chain(problem)
+    if nested is None:
+        return _solve_general(profile, problem, budget_bytes, least), ()
+    found = fastest(nested, budget_bytes, memory_prices(problem, budget_bytes))
+    if found is None:
+        raise RematError(
+            f"internal error: no chain of choices within {budget_bytes} bytes, though {least} is one; please "
+            f"report this with the saved profile"
+        )
+    notes: tuple[str, ...] = ()
+    if found.gap_seconds > 0:
+        notes = (f"not proven: a plan faster by up to {format_seconds(found.gap_seconds)} may exist",)
+    return entries(problem, [found.options.get(i, 0) for i in range(len(problem.calls))]), notes
+
+
+def _solve_general(
+    profile: Profile, problem: Program, budget_bytes: int, least: tuple[int, ...]
+) -> tuple[int, ...]:
+    """HiGHS works in floats: pull the limit in by what its solution exceeds it, at last take the least."""
+    limit = budget_bytes
+    for _ in range(4):
+        found = solve_milp(problem, limit)
+        if found is None:
+            break
+        choices = entries(problem, found)
+        over = simulate(profile, choices).peak_bytes - budget_bytes
+        if over <= 0:
+            return choices
+        limit -= 2 * over
+    return least
+
+
+# ------------------------------------------------------------------------------------------------ refusals
+
+
+def _out_of_reach(
+    profile: Profile, budget_bytes: int, least: Timeline, allow: tuple[Action, ...]
+) -> BudgetError:
+    needed = least.peak_bytes
+    point = least.peak
+    parts = {
+        "parameters": point.parameters,
+        "gradients": point.gradients,
+        "optimizer state": point.optimizer,
+        "kept for backward": point.kept,
+        "working memory": point.working,
+    }
+    shares = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
+    largest = max(parts, key=lambda name: parts[name])
+    remedies = [f"raise the budget by {format_bytes(needed - budget_bytes)}"]
+    if Action.RECOMPUTE not in allow:
+        remedies.append("allow recompute")
+    elif Action.OFFLOAD not in allow and any(e.host_bytes for kind in profile.kinds for e in kind.menu):
+        remedies.append("allow offload")
+    if largest in ("kept for backward", "working memory"):
+        remedies.append("use a smaller batch")
+    return BudgetError(
+        f"budget {format_bytes(budget_bytes)}, but {format_bytes(needed)} ({needed} bytes) is the least this "
+        f"step can run in; {', or '.join(remedies)}. The peak is at {point.label!r}, mostly {largest} "
+        f"({shares})",
+        needed=needed,
+    )
+
+
+def _too_slow(plan: Plan, max_seconds: float) -> BudgetError:
+    """There is a plan, but a slow one: find the budget, to a thousandth, at which one is quick enough."""
+    if plan.plain_seconds > max_seconds:
+        return BudgetError(
+            f"max_seconds={max_seconds:g}, but the untouched step already takes "
+            f"{format_seconds(plan.plain_seconds)}; no budget helps, raise max_seconds",
+            needed=plan.plain_peak_bytes,
+        )
+    low, high = plan.budget_bytes, plan.plain_peak_bytes
+    while high - low > max(plan.plain_peak_bytes // 1000, 1):
+        middle = (low + high) // 2
+        if _fastest(plan.profile, middle, plan.allow).predicted_seconds <= max_seconds:
+            high = middle
+        else:
+            low = middle
+    return BudgetError(
+        f"within {format_bytes(plan.budget_bytes)} the step takes {format_seconds(plan.predicted_seconds)}, "
+        f"more than max_seconds={max_seconds:g}; raise the budget to {format_bytes(high)}, or max_seconds",
+        needed=high,
+    )

@@ -1,0 +1,271 @@
+"""Replay a plan over a profile: the memory of one training step, point by point, in exact integers.
+
+The profile holds the measured timeline of one step in which every region ran in its reference entry (the
+whole region recomputed). Every other choice differs from it in ways that are known:
+
+- from the end of a call's forward to the end of its backward, the level differs by what the chosen entry
+  holds beyond what the reference holds;
+- the reference holds every input of a region. A boundary tensor that one region makes and exactly one reads
+  is let go between the reader's forward and its backward, if neither of the two entries holds it;
+- inside a region's own segments the peak is the entry's own.
+
+What else happened in the measured step (embedding, head, loss, gradients that appear) shifts with the level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from remat.records import Entry, Mode, Phase, Profile, RegionCall, Segment
+
+__all__ = [
+    "Boundary",
+    "Point",
+    "Span",
+    "Timeline",
+    "boundaries",
+    "call_label",
+    "segment_peak",
+    "simulate",
+    "spans",
+]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One segment of the step. The last five fields add up to `peak_bytes`, absolute on the device.
+
+    `parameters` includes buffers and whatever else was resident before the step; `kept` is what regions and
+    the code between them hold for backward; `working` is what the segment needs above the level at its start.
+    """
+
+    label: str
+    phase: Phase
+    call: int
+    start_bytes: int
+    peak_bytes: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    kept: int
+    working: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A simulated step: its points in time order, its peak and where that is, and its seconds."""
+
+    points: tuple[Point, ...]
+    peak_bytes: int
+    peak_at: str
+    seconds: float
+
+    @property
+    def peak(self) -> Point:
+        """The point that decides the peak (the first of them)."""
+        return next(point for point in self.points if point.peak_bytes == self.peak_bytes)
+
+
+@dataclass(frozen=True)
+class Span:
+    """When a call holds memory, in indices of segments: after `forward`, up to and including `backward`.
+
+    `returns` is the first backward segment, where a released boundary tensor is counted again.
+    """
+
+    forward: int
+    returns: int
+    backward: int
+    recorded: bool  # it has a backward at all
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """A boundary tensor that may be let go: made by `producer`, read by `consumer` and by no other call."""
+
+    nbytes: int
+    producer: int
+    output_position: int
+    consumer: int
+    input_position: int
+
+    def held(self, producer: Entry, consumer: Entry) -> bool:
+        return (
+            consumer.mode is Mode.FULL  # the reference: it needs all its inputs to run again
+            or self.input_position in consumer.holds_inputs
+            or self.output_position in producer.holds_outputs
+        )
+
+
+def spans(profile: Profile) -> tuple[Span | None, ...]:
+    """When each call holds memory; None for a call that never ran forward in the measured step."""
+    where: dict[tuple[Phase, int], list[int]] = {}
+    for index, segment in enumerate(profile.segments):
+        where.setdefault((segment.phase, segment.call), []).append(index)
+    found: list[Span | None] = []
+    for call in range(len(profile.calls)):
+        forward = where.get((Phase.FORWARD, call))
+        backward = where.get((Phase.BACKWARD, call))
+        if forward is None:
+            found.append(None)
+        elif backward is None:  # nothing in it trains, or its output is not used: what it holds stays
+            end = len(profile.segments)
+            found.append(Span(forward[-1], end, end, recorded=False))
+        else:
+            found.append(Span(forward[-1], backward[0], backward[-1], recorded=True))
+    return tuple(found)
+
+
+def boundaries(profile: Profile) -> tuple[Boundary, ...]:
+    """The boundary tensors that a plan can let go; all others stay as in the measured step."""
+    makers: dict[int, list[tuple[int, int]]] = {}
+    readers: dict[int, list[tuple[int, int]]] = {}
+    for index, call in enumerate(profile.calls):
+        for position, boundary in enumerate(call.outputs):
+            makers.setdefault(boundary, []).append((index, position))
+        for position, boundary in enumerate(call.inputs):
+            readers.setdefault(boundary, []).append((index, position))
+    recorded = spans(profile)
+    found = []
+    for boundary, nbytes in enumerate(profile.boundary_bytes):
+        made, read = makers.get(boundary, []), readers.get(boundary, [])
+        if len(made) != 1 or len(read) != 1:
+            continue
+        span = recorded[read[0][0]]
+        if span is not None and span.recorded:  # without a backward, the reference held nothing to let go
+            found.append(Boundary(nbytes, *made[0], *read[0]))
+    return tuple(found)
+
+
+def simulate(profile: Profile, choices: Sequence[int]) -> Timeline:
+    """The memory timeline of one step, and its seconds, if call i runs in entry `choices[i]` of its menu."""
+    if len(choices) != len(profile.calls):
+        raise ValueError(f"{len(choices)} choices for {len(profile.calls)} region calls")
+    chosen = [_menu(profile, call)[choice] for call, choice in zip(profile.calls, choices, strict=True)]
+    references = [profile.kinds[call.kind].menu[profile.kinds[call.kind].reference] for call in profile.calls]
+
+    shifts = _shifts(profile, chosen, references)
+    points = []
+    gradients = 0  # that exist at the start of the segment, in the measured step
+    for segment, shift in zip(profile.segments, shifts, strict=True):
+        if segment.call < 0:
+            above = max(segment.peak_bytes - segment.start_bytes, 0)
+        else:
+            above = segment_peak(segment, chosen[segment.call], references[segment.call])
+        # Under accumulation all gradients are there from the start. New ones are made and added to them, so
+        # their bytes are a part of the segment's own peak, but not of any later level.
+        present = profile.step.gradients if profile.accumulate else gradients
+        start = profile.step.resident + segment.start_bytes + (present - gradients) + shift
+        points.append(_point(profile, _label(profile, segment), segment, start, above, present))
+        gradients = segment.gradient_bytes
+    if profile.step.optimizer_state or profile.step.optimizer_temporary:
+        points.append(_optimizer_point(profile))
+
+    worst = max(points, key=lambda point: point.peak_bytes, default=None)
+    return Timeline(
+        points=tuple(points),
+        peak_bytes=profile.step.resident if worst is None else worst.peak_bytes,
+        peak_at="" if worst is None else worst.label,
+        seconds=profile.step_seconds + sum(entry.extra_seconds for entry in chosen),
+    )
+
+
+def _menu(profile: Profile, call: RegionCall) -> tuple[Entry, ...]:
+    return profile.kinds[call.kind].menu
+
+
+def _shifts(profile: Profile, chosen: Sequence[Entry], references: Sequence[Entry]) -> list[int]:
+    """By how much the level at the start of each segment differs from the measured step's."""
+    changes = [0] * (len(profile.segments) + 1)
+
+    def between(first: int, last: int, nbytes: int) -> None:
+        """The level differs at the start of segments first..last."""
+        if first <= last:
+            changes[first] += nbytes
+            changes[last + 1] -= nbytes
+
+    everywhere = spans(profile)
+    for span, entry, reference in zip(everywhere, chosen, references, strict=True):
+        if span is None:
+            continue
+        extra = entry.resident_bytes - reference.resident_bytes
+        if span.recorded:
+            between(span.forward + 1, span.backward, extra)
+        else:  # whether the reference held anything is unknown: count what is added, not what is saved
+            between(span.forward + 1, len(profile.segments) - 1, max(extra, 0))
+    for boundary in boundaries(profile):
+        span = everywhere[boundary.consumer]
+        if span is not None and not boundary.held(chosen[boundary.producer], chosen[boundary.consumer]):
+            between(span.forward + 1, span.returns - 1, -boundary.nbytes)
+
+    levels, level = [], 0
+    for change in changes[:-1]:
+        level += change
+        levels.append(level)
+    return levels
+
+
+def segment_peak(segment: Segment, entry: Entry, reference: Entry) -> int:
+    """The peak of a region's segment above the level at its start, if the region runs in `entry`."""
+    measured = max(segment.peak_bytes - segment.start_bytes, 0)
+    if entry == reference:
+        return measured
+    # Menu entries are measured on the region alone. In the step, more may happen in the same segment (hooks,
+    # gradients of inputs that are summed, allocator rounding): what the reference showed in the step beyond
+    # what it showed alone is added to every other entry. Where it showed less, nothing is taken off.
+    in_situ = max(measured - _peak_alone(segment, reference), 0)
+    return max(_peak_alone(segment, entry), 0) + in_situ
+
+
+def _peak_alone(segment: Segment, entry: Entry) -> int:
+    return entry.forward_peak_bytes if segment.phase is Phase.FORWARD else entry.backward_peak_bytes
+
+
+def _point(profile: Profile, label: str, segment: Segment, start: int, above: int, gradients: int) -> Point:
+    step = profile.step
+    return Point(
+        label=label,
+        phase=segment.phase,
+        call=segment.call,
+        start_bytes=start,
+        peak_bytes=start + above,
+        parameters=step.parameters + step.buffers + step.other,
+        gradients=gradients,
+        optimizer=step.optimizer_state,
+        kept=start - step.resident - gradients,
+        working=above,
+    )
+
+
+def _optimizer_point(profile: Profile) -> Point:
+    """The optimizer's own step: all gradients, its temporaries, and what the training step left behind."""
+    step = profile.step
+    left = 0
+    if profile.segments:
+        last = profile.segments[-1]
+        left = max(last.end_bytes - last.gradient_bytes, 0)
+    start = step.resident + step.gradients + left
+    return Point(
+        label="optimizer step",
+        phase=Phase.OPTIMIZER,
+        call=-1,
+        start_bytes=start,
+        peak_bytes=start + step.optimizer_temporary,
+        parameters=step.parameters + step.buffers + step.other,
+        gradients=step.gradients,
+        optimizer=step.optimizer_state,
+        kept=left,
+        working=step.optimizer_temporary,
+    )
+
+
+def call_label(call: RegionCall) -> str:
+    """'layers.3', or 'layers.3 (call 2)' for a region that the step calls again."""
+    return call.name if call.call == 0 else f"{call.name} (call {call.call + 1})"
+
+
+def _label(profile: Profile, segment: Segment) -> str:
+    if segment.call >= 0:
+        return f"{call_label(profile.calls[segment.call])} {segment.phase.value}"
+    return segment.label or f"between regions, {segment.phase.value}"

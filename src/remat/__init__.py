@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         gradient_checkpoint_forward,
     )
     from remat.run.chunked import chunked
-    from remat.run.region import region
+    from remat.run.functions import region
 
 __version__ = "0.1.0"
 
@@ -94,7 +94,7 @@ _EXPORTS: dict[str, str] = {
     "measure": "remat.check.measure",
     "plan": "remat.api",
     "profile": "remat.api",
-    "region": "remat.run.region",
+    "region": "remat.run.functions",
     "status": "remat.run.byhand",
     "verify": "remat.api",
 }

@@ -189,8 +189,8 @@ class Checkpointed:
         if self._idle:
             return "nothing that goes into it needs a gradient"
         return (
-            "its forward was not called while gradients were recorded; if its parent calls its parts instead, "
-            "use remat.checkpoint on that function"
+            "its forward was not called while gradients were recorded; if its parent calls its parts "
+            "instead, use remat.checkpoint on that function"
         )
 
 
@@ -242,8 +242,8 @@ class _Enabled:
         found = []
         if self.checkpointing:
             found.append(
-                f"the library's own gradient_checkpointing was on in {len(self.checkpointing)} modules over the "
-                "same blocks; it is off while remat is on, and disable() turns it on again"
+                f"the library's own gradient_checkpointing was on in {len(self.checkpointing)} modules over "
+                "the same blocks; it is off while remat is on, and disable() turns it on again"
             )
         chosen = {id(_submodule(model, name)) for name in self.regions}
         flagged = [(name, m) for name, m in model.named_modules() if _own_checkpointing(m)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ __all__ = ["decode", "overload", "replay", "replaying"]
 OVERWRITES = {"aten.copy_.default", "aten.fill_.Scalar", "aten.fill_.Tensor", "aten.zero_.default"}
 
 
-@lru_cache(maxsize=None)
+@cache
 def overload(name: str) -> Any:
     """ "aten.mm.default" -> the operator."""
     namespace, packet, variant = name.split(".")
@@ -43,7 +43,7 @@ def decode(arg: Arg, get: Callable[[int], Any]) -> Any:
     return arg
 
 
-@lru_cache(maxsize=None)
+@cache
 def constant(const: Const) -> Any:
     if const.kind == "device":
         return torch.device(const.text)

@@ -23,7 +23,7 @@ from remat.trace.graphwalk import GraphNode, SavedTensor, saved_tensors, walk
 from remat.trace.record import Recorder, has_storage
 from remat.trees import map_tensors, tensors
 
-__all__ = ["Capture", "capture"]
+__all__ = ["Capture", "capture", "entry_copies"]
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Capture:
     """A region's graph together with the tensors it was made of (for pricing and for the self-check)."""
 
     graph: RegionGraph
-    tensors: list[torch.Tensor]
+    tensors: list[torch.Tensor]  # of every value; empty if not held
     final: list[bool]  # the live tensor still holds this value
 
 
@@ -41,11 +41,13 @@ def capture(
     kwargs: dict[str, Any],
     module: nn.Module,
     *,
-    lines: bool = True,
+    hold: bool = True,
     reseed: int | None = None,
 ) -> Capture:
     """Run `run(*args, **kwargs)` once and write it down; `module` owns the parameters that it may use.
 
+    Without `hold` nothing outlives the operation that needs it, so that the run takes no more memory than the
+    region's own forward; such a capture can be compared, but not priced.
     `reseed` draws other random numbers and turns the float inputs around: a second capture that must give
     the same graph shows that no Python number depends on data or chance.
     """
@@ -54,9 +56,9 @@ def capture(
     with _no_trace(module, tensors((args, kwargs))):
         if reseed is not None:
             _seed(reseed, tensors((args, kwargs)))
-        args, kwargs = _entry_copies(args, kwargs, turn=reseed is not None)
+        args, kwargs = entry_copies(args, kwargs, turn=reseed is not None)
         inputs = tensors((args, kwargs))
-        recorder = Recorder(parameters, inputs, lines=lines)
+        recorder = Recorder(parameters, inputs, hold=hold)
         with _boundaries(module, recorder) as seen, torch.enable_grad():
             torch.clear_autocast_cache()
             with recorder:
@@ -102,7 +104,7 @@ class _Entry(torch.autograd.Function):
         return None, None
 
 
-def _entry_copies(args: tuple[Any, ...], kwargs: dict[str, Any], *, turn: bool) -> tuple[Any, Any]:
+def entry_copies(args: tuple[Any, ...], kwargs: dict[str, Any], *, turn: bool = False) -> tuple[Any, Any]:
     """Copies of all tensor inputs, storage by storage, so that inputs that share memory still do."""
     given = tensors((args, kwargs))
     clones: dict[int, torch.Tensor] = {}

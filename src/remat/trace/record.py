@@ -2,12 +2,14 @@
 
 A value is (storage, epoch, offset, shape, stride, dtype, conjugate bit, negative bit). The epoch of a storage
 is counted up by every operation whose schema writes to it, so a value never changes: static single
-assignment over memory that does change. All tensors are held while recording, so that no address is reused.
+assignment over memory that does change. Storages are told apart by weak references, so that a freed address
+that is used again is another storage; only a capture that will be priced holds its tensors.
 """
 
 from __future__ import annotations
 
 import sys
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,16 +110,16 @@ class Recorder(TorchDispatchMode):
     """Writes down the operations below autograd while it is active."""
 
     def __init__(
-        self, parameters: list[tuple[str, torch.Tensor]], inputs: list[torch.Tensor], *, lines: bool = True
+        self, parameters: list[tuple[str, torch.Tensor]], inputs: list[torch.Tensor], *, hold: bool = True
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.values: list[RawValue] = []
         self.storages: list[RawStorage] = []
-        self.tensors: list[torch.Tensor] = []  # holds every value alive, so that no storage address is reused
+        self.tensors: list[torch.Tensor] = []  # of every value, if held
         self.ops: list[RawOp] = []
         self._index: dict[Key, int] = {}
-        self._storage_index: dict[int, int] = {}
-        self._lines = lines
+        self._storage_index: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._hold = hold
         for name, tensor in parameters:
             if has_storage(tensor):
                 self.values[self.intern(tensor, Role.PARAMETER)].parameter = name
@@ -127,11 +129,12 @@ class Recorder(TorchDispatchMode):
 
     def storage_of(self, tensor: torch.Tensor, role: Role = Role.FOREIGN) -> int:
         storage = tensor.untyped_storage()
-        address = storage._cdata
-        index = self._storage_index.get(address)
-        if index is None:
-            index = self._storage_index[address] = len(self.storages)
-            self.storages.append(RawStorage(storage.nbytes(), role))
+        known = self._storage_index.get(storage._cdata)
+        if known is not None and known[0]() is storage:
+            return known[1]
+        index = len(self.storages)
+        self._storage_index[storage._cdata] = (weakref.ref(storage), index)
+        self.storages.append(RawStorage(storage.nbytes(), role))
         return index
 
     def key(self, tensor: torch.Tensor, role: Role = Role.FOREIGN) -> Key:
@@ -151,7 +154,8 @@ class Recorder(TorchDispatchMode):
         if value is None:
             value = self._index[key] = len(self.values)
             self.values.append(RawValue(*key, producer=producer))
-            self.tensors.append(tensor)
+            if self._hold:
+                self.tensors.append(tensor)
         return value
 
     def is_final(self, value: int) -> bool:
@@ -219,7 +223,7 @@ class Recorder(TorchDispatchMode):
                 view=view,
                 flops=_flops(func, args, kwargs, result),
                 reason=reason or _why_not_replayable(func, name, args, kwargs),
-                source=_user_line() if self._lines else "",
+                source=_user_line(),
             )
         )
 

@@ -1,0 +1,287 @@
+"""model, batch -> Profile: survey the regions, solve a menu for each distinct one, run every entry for real.
+
+Nothing here needs the plain step's memory: regions are captured and run one at a time, and whole steps run
+with every region checkpointed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from remat.check.bench import Bench, bench
+from remat.check.live import Meter
+from remat.check.optimizer import optimizer_bytes
+from remat.check.step import fingerprint
+from remat.check.untouched import untouched
+from remat.errors import CaptureError, InputError
+from remat.planner.menu import recipes
+from remat.records import (
+    Entry,
+    Environment,
+    Kind,
+    Mode,
+    Profile,
+    Recipe,
+    RegionCall,
+    RegionGraph,
+    Role,
+    StepBytes,
+)
+from remat.run.checkpoint import Options, run_checkpointed
+from remat.run.install import installed_region
+from remat.run.quiet import quiet
+from remat.run.recipe import compile_recipe
+from remat.run.region import PlannedRegion, Variant
+from remat.trace.discover import Block, find_blocks
+from remat.trace.survey import Sighting, Species, Survey, frugally, survey, timeline, visiting
+
+__all__ = ["Request", "build_profile"]
+
+Progress = Callable[[str], None]
+
+_LEAST_SHARE = 0.8  # of the priced replay seconds that a measured entry is believed to cost at the least
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to profile: `run` does forward and gives the loss; `signature` describes its input."""
+
+    model: nn.Module
+    run: Callable[[], torch.Tensor]
+    signature: str
+    batch_bytes: int
+    optimizer: torch.optim.Optimizer | None = None
+    accumulate: bool = False
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model lives: the device of most of its parameters."""
+    sizes: dict[torch.device, int] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        sizes[tensor.device] = sizes.get(tensor.device, 0) + tensor.numel()
+    if not sizes:
+        raise InputError(f"{type(model).__name__} has no parameters; there is nothing to train")
+    return max(sizes, key=lambda device: sizes[device])
+
+
+def build_profile(request: Request, progress: Progress) -> Profile:
+    model, device = request.model, device_of(request.model)
+    blocks = find_blocks(model)
+    step = _step_bytes(request, device)
+    with untouched(model, request.optimizer), quiet(model):
+        progress("surveying regions")
+        found = survey(model, blocks, request.run, progress)
+        if not found.sightings:
+            raise InputError(
+                f"{type(model).__name__} has no repeated blocks that this step calls; mark what should be planned "
+                'with remat.region("name", fn)'
+            )
+        kinds = [_kind(species, device, progress) for species in found.species]
+        progress("timing a step")
+        _frugal_step(model, blocks, request.run)
+        seconds = min(_frugal_step(model, blocks, request.run) for _ in range(2))
+        progress("measuring a step")
+        for parameter in model.parameters():
+            parameter.grad = None
+        with Meter(device) as meter:
+            segments = timeline(model, blocks, request.run, meter)
+    calls = tuple(_call(sighting) for sighting in found.sightings)
+    extra = sum(kinds[c.kind].menu[kinds[c.kind].reference].extra_seconds for c in calls)
+    return Profile(
+        model=type(model).__name__,
+        fingerprint=fingerprint(model),
+        signature=request.signature,
+        environment=_environment(device),
+        step=step,
+        kinds=tuple(kinds),
+        calls=calls,
+        boundary_bytes=tuple(found.boundary_bytes),
+        segments=segments,
+        step_seconds=max(seconds - extra, 0.0),
+        accumulate=request.accumulate,
+        notes=_notes(found),
+    )
+
+
+def _frugal_step(model: nn.Module, blocks: Sequence[Block], run: Callable[[], torch.Tensor]) -> float:
+    def visit(name: str, tower: str, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        return frugally(name, module, forward, args, kwargs)
+
+    device = device_of(model)
+    for parameter in model.parameters():
+        parameter.grad = None
+    _wait(device)
+    start = time.perf_counter()
+    with visiting(model, blocks, visit):
+        run().backward()  # type: ignore[no-untyped-call]
+    _wait(device)
+    return time.perf_counter() - start
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _step_bytes(request: Request, device: torch.device) -> StepBytes:
+    model = request.model
+    parameters = _storage_bytes(model.parameters(), device)
+    buffers = _storage_bytes(model.buffers(), device)
+    present = _storage_bytes((p.grad for p in model.parameters() if p.grad is not None), device)
+    gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    held = optimizer_bytes(request.optimizer, device) if request.optimizer is not None else None
+    if device.type == "cuda":
+        allocated = torch.cuda.memory_allocated(device)
+        other = allocated - parameters - buffers - present - (held.present if held else 0)
+    else:
+        other = request.batch_bytes
+    return StepBytes(
+        parameters=parameters,
+        buffers=buffers,
+        gradients=gradients,
+        optimizer_state=held.state if held else 0,
+        optimizer_temporary=held.temporary if held else 0,
+        other=max(other, 0),
+    )
+
+
+def _storage_bytes(found: Any, device: torch.device) -> int:
+    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in found if t.device.type == device.type}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def _environment(device: torch.device) -> Environment:
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return Environment(str(device), properties.name, torch.__version__, properties.total_memory)
+    return Environment(str(device), device.type, torch.__version__)
+
+
+def _call(sighting: Sighting) -> RegionCall:
+    gradients = sum(p.numel() * p.element_size() for p in sighting.module.parameters() if p.requires_grad)
+    return RegionCall(
+        name=sighting.name,
+        call=sighting.call,
+        kind=sighting.species,
+        tower=sighting.tower,
+        inputs=sighting.inputs,
+        outputs=sighting.outputs,
+        gradient_bytes=gradients,
+    )
+
+
+def _notes(found: Survey) -> tuple[str, ...]:
+    """Which regions have no recipes, and why."""
+    notes = []
+    for number, species in enumerate(found.species):
+        if species.note:
+            names = [s.name for s in found.sightings if s.species == number]
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            notes.append(f"{names[0]}{more}: no recipes, {species.note}")
+    return tuple(notes)
+
+
+# ------------------------------------------------------------------------------------------------- menus
+
+
+def _kind(species: Species, device: torch.device, progress: Progress) -> Kind:
+    """Every entry of this region's menu, measured."""
+    example, graph = species.example, species.graph
+    progress(f"solving and measuring the menu of {example.name}")
+    modules = (example.module,)
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        return run_checkpointed(example.forward, args, kwargs, Options(name=example.name), modules)
+
+    bench(example.forward, species.inputs, modules, device)  # warm: kernels are loaded, workspaces made
+    keep = bench(example.forward, species.inputs, modules, device)
+    again = bench(full, species.inputs, modules, device)
+    forward_seconds = sum(op.seconds for op in graph.ops) if graph is not None else keep.seconds / 3
+    entries = [
+        _entry(Mode.KEEP, keep, 0.0, graph, len(example.inputs)),
+        _entry(Mode.FULL, again, _extra(again, keep, forward_seconds, device), None, len(example.inputs)),
+    ]
+    note = species.note
+    for recipe in recipes(graph) if graph is not None else ():
+        try:
+            measured = _bench_recipe(species, recipe, device)
+        except CaptureError as error:
+            note = note or str(error)
+            continue
+        extra = _extra(measured, keep, recipe.replay_seconds, device)
+        entries.append(_entry(Mode.RECIPE, measured, extra, graph, len(example.inputs), recipe))
+    return Kind(
+        signature=species.signature,
+        menu=_sorted(entries),
+        saved_bytes=entries[0].resident_bytes,
+        forward_seconds=forward_seconds,
+        graph=graph,
+        note=note,
+    )
+
+
+def _extra(measured: Bench, keep: Bench, replay_seconds: float, device: torch.device) -> float:
+    """What an entry costs on top of keeping everything. On an accelerator as measured, but not less than most
+    of what its operations take alone: a difference of two timings is noisy. A host that also does other things
+    is noisier still: there the operations' own least times are summed."""
+    if device.type == "cpu":
+        return replay_seconds
+    return max(measured.seconds - keep.seconds, _LEAST_SHARE * replay_seconds)
+
+
+def _bench_recipe(species: Species, recipe: Recipe, device: torch.device) -> Bench:
+    """Run a recipe: first with every rebuilt tensor compared bit for bit, then as in training."""
+    example = species.example
+    assert species.graph is not None
+    variant = Variant(Mode.RECIPE, compile_recipe(species.graph, recipe, device))
+    planned = PlannedRegion(example.name, example.tower, {species.signature: variant}, shadow=True)
+    with installed_region(example.module, example.forward, planned) as call:
+        bench(call, species.inputs, (example.module,), device, repeats=0)
+        planned.shadow = False
+        measured = bench(call, species.inputs, (example.module,), device)
+    if planned.counts.fallbacks:
+        raise CaptureError(planned.counts.why)
+    return measured
+
+
+def _entry(
+    mode: Mode, measured: Bench, extra: float, graph: RegionGraph | None, inputs: int, recipe: Recipe | None = None
+) -> Entry:
+    held_outputs: dict[int, int] = {}  # storage -> position, of outputs that autograd holds by itself
+    holds_inputs = tuple(range(inputs))
+    if graph is not None:
+        saved = {graph.values[slot.value].storage for slot in graph.saved}
+        kept = saved if recipe is None else set(recipe.kept) | {s for s in saved if _stays(graph, s)}
+        holds_inputs = tuple(i for i, v in enumerate(graph.inputs) if graph.values[v].storage in kept)
+        for position, value in enumerate(graph.outputs):
+            storage = graph.values[value].storage
+            if storage in saved and graph.storages[storage].role is Role.OUTPUT:
+                held_outputs.setdefault(storage, position)
+    outputs_bytes = sum(graph.storages[s].nbytes for s in held_outputs) if graph is not None else 0
+    return Entry(
+        mode=mode,
+        resident_bytes=max(measured.resident_bytes - outputs_bytes, 0),
+        forward_peak_bytes=measured.forward_peak_bytes,
+        backward_peak_bytes=measured.backward_peak_bytes,
+        extra_seconds=extra,
+        holds_inputs=holds_inputs,
+        holds_outputs=tuple(held_outputs.values()),
+        recipe=recipe,
+        measured=True,
+    )
+
+
+def _stays(graph: RegionGraph, storage: int) -> bool:
+    return graph.storages[storage].role in (Role.OUTPUT, Role.FOREIGN, Role.PARAMETER)
+
+
+def _sorted(entries: list[Entry]) -> tuple[Entry, ...]:
+    """Keep first, then from most to least resident. Nothing is left out: a larger entry may still be the one
+    with the smaller peak."""
+    return (entries[0], *sorted(entries[1:], key=lambda entry: -entry.resident_bytes))

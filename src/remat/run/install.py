@@ -1,0 +1,83 @@
+"""Putting planned regions on a model and taking them off: the only code that does.
+
+A region that is a module gets its forward wrapped; a region that is a function is found by name. Where a
+recipe reads a value that only passes between submodules, those submodules get a hook. Caches and other
+checkpointing that would fight with ours are switched off meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from remat.run.functions import install_function, remove_function
+from remat.run.quiet import quiet
+from remat.run.region import ModuleTap, PlannedRegion
+from remat.run.wrap import unwrap, wrap
+
+__all__ = ["Installation", "install", "installed_region"]
+
+
+class Installation:
+    """What was put on a model. `remove` takes all of it off again, once."""
+
+    def __init__(self) -> None:
+        self._undo = ExitStack()
+        self.regions: list[PlannedRegion] = []
+
+    def defer(self, undo: Callable[[], Any]) -> None:
+        self._undo.callback(undo)
+
+    def enter(self, context: Any) -> None:
+        self._undo.enter_context(context)
+
+    def remove(self) -> None:
+        self._undo.close()
+
+
+def install(model: nn.Module, regions: Sequence[PlannedRegion]) -> Installation:
+    """Put these regions on the model; on an error nothing stays behind."""
+    installation = Installation()
+    try:
+        installation.enter(quiet(model))
+        modules = dict(model.named_modules())
+        for planned in regions:
+            if planned.name in modules and planned.tower != "functions":
+                owner = modules[planned.name]
+                wrap(owner, planned)
+                installation.defer(partial(unwrap, owner))
+            else:
+                owner = model
+                install_function(planned.name, planned, model)
+                installation.defer(partial(remove_function, planned.name))
+            _tap(installation, owner, planned)
+            installation.regions.append(planned)
+    except BaseException:
+        installation.remove()
+        raise
+    return installation
+
+
+def _tap(installation: Installation, owner: nn.Module, planned: PlannedRegion) -> None:
+    programs = [variant.program for variant in planned.variants.values() if variant.program is not None]
+    for name in sorted({name for program in programs for name in program.modules}):
+        tap, module = ModuleTap(name), owner.get_submodule(name)
+        installation.defer(module.register_forward_pre_hook(tap.before, with_kwargs=True).remove)
+        installation.defer(module.register_forward_hook(tap.after, with_kwargs=True).remove)
+
+
+@contextmanager
+def installed_region(
+    owner: nn.Module, forward: Callable[..., Any], planned: PlannedRegion
+) -> Iterator[Callable[..., Any]]:
+    """The region alone, without wrapping anything: a function that runs it as planned."""
+    installation = Installation()
+    try:
+        _tap(installation, owner, planned)
+        yield lambda *args, **kwargs: planned(owner, forward, args, kwargs)
+    finally:
+        installation.remove()

@@ -1,0 +1,55 @@
+"""Progress on work that takes more than a second: on the terminal's error stream, and only if it is one."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+__all__ = ["showing"]
+
+_PATIENCE_SECONDS = 1.0
+
+
+@contextmanager
+def showing(title: str) -> Iterator[Callable[[str], None]]:
+    """Gives a function to call with what is being done now; it is shown once the work has taken a second."""
+    try:
+        from rich.console import Console
+        from rich.status import Status
+    except ImportError:  # rich is for people; a machine without it gets plain lines
+        with _plain(title) as say:
+            yield say
+        return
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda doing: None
+        return
+    start = time.monotonic()
+    line = Status(title, console=console)
+    shown = False
+
+    def say(doing: str) -> None:
+        nonlocal shown
+        elapsed = time.monotonic() - start
+        line.update(f"{title}: {doing} [dim]{elapsed:.0f} s[/dim]")
+        if not shown and elapsed > _PATIENCE_SECONDS:
+            line.start()
+            shown = True
+
+    try:
+        yield say
+    finally:
+        line.stop()
+
+
+@contextmanager
+def _plain(title: str) -> Iterator[Callable[[str], None]]:
+    start = time.monotonic()
+
+    def say(doing: str) -> None:
+        if sys.stderr.isatty() and time.monotonic() - start > _PATIENCE_SECONDS:
+            print(f"{title}: {doing}", file=sys.stderr)
+
+    yield say

@@ -1,0 +1,379 @@
+"""The regions of one training step: which calls there are, which of them are alike, and how the step's memory
+moves while every region recomputes as a whole.
+
+Nothing here needs the plain step's memory. `survey` runs forward once with every region checkpointed and
+captures each region where it stands; `timeline` runs one whole step in that frugal way and reads the meter at
+every region's entry and exit, forward and backward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from remat.check.live import Meter
+from remat.errors import CaptureError
+from remat.records import Phase, RegionGraph, Role, Segment
+from remat.run.checkpoint import Options, run_checkpointed
+from remat.run.functions import every_function
+from remat.run.wrap import RegionStatus, unwrap, wrap
+from remat.trace.capture import Capture, capture
+from remat.trace.discover import Block
+from remat.trace.price import price
+from remat.trace.selfcheck import checked
+from remat.trees import map_tensors, signature, tensors
+
+__all__ = ["Sighting", "Species", "Survey", "survey", "timeline"]
+
+Progress = Callable[[str], None]
+
+
+@dataclass
+class Species:
+    """Region calls with the same input signature, operations and constants."""
+
+    signature: str
+    example: Sighting
+    inputs: tuple[tuple[Any, ...], dict[str, Any]]  # detached copies of the first call's inputs
+    plain: RegionGraph | None = None  # as captured: what other calls are compared with
+    graph: RegionGraph | None = None  # self-checked and priced
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """One call of a region in the step."""
+
+    name: str
+    call: int
+    tower: str
+    module: nn.Module  # owns the parameters: the block itself, or the whole model for a function
+    forward: Callable[..., Any]
+    species: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass
+class Survey:
+    sightings: list[Sighting] = field(default_factory=list)
+    species: list[Species] = field(default_factory=list)
+    boundary_bytes: list[int] = field(default_factory=list)
+
+
+# ------------------------------------------------------------------------------------ regions as they run
+
+
+@dataclass
+class _Visitor:
+    """Stands around every region while the step runs, and hands each call to `visit` (an `Around`)."""
+
+    name: str
+    tower: str
+    visit: Callable[..., Any]
+    owner: str = "remat.profile"
+
+    def __call__(
+        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        return self.visit(self.name, self.tower, module, forward, args, kwargs)
+
+    def status(self) -> RegionStatus:
+        return RegionStatus(self.name, self.tower, "profile", active=True)
+
+
+@contextmanager
+def visiting(model: nn.Module, blocks: Sequence[Block], visit: Callable[..., Any]) -> Iterator[None]:
+    """Every call of a block, and of a function marked with remat.region, goes through `visit`."""
+    done: list[nn.Module] = []
+    try:
+        for block in blocks:
+            wrap(block.module, _Visitor(block.name, block.tower, visit))
+            done.append(block.module)
+        with every_function(model, lambda name: _Visitor(name, "functions", visit)):
+            yield
+    finally:
+        for module in done:
+            unwrap(module)
+
+
+def frugally(name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return run_checkpointed(forward, args, kwargs, Options(name=name), (module,))
+
+
+# -------------------------------------------------------------------------------------------- the survey
+
+
+def survey(
+    model: nn.Module, blocks: Sequence[Block], run: Callable[[], torch.Tensor], progress: Progress
+) -> Survey:
+    """Run forward once, every region checkpointed, and capture each region where it is called."""
+    return _Surveyor(model, progress).run(blocks, run)
+
+
+class _Surveyor:
+    def __init__(self, model: nn.Module, progress: Progress) -> None:
+        self._model = model
+        self._progress = progress
+        self._result = Survey()
+        self._calls: dict[str, int] = {}
+        self._boundary: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._versions: list[tuple[int, int, torch.Tensor, int]] = []  # (species, input, tensor, version)
+
+    def run(self, blocks: Sequence[Block], run: Callable[[], torch.Tensor]) -> Survey:
+        with visiting(self._model, blocks, self._visit):
+            loss = run()
+        self._forbid_inputs_written_later()
+        self._mark_shared_inputs()
+        del loss
+        return self._result
+
+    def _visit(
+        self, name: str, tower: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        number = self._calls.get(name, 0)
+        self._calls[name] = number + 1
+        index = len(self._result.sightings)
+        inputs = tensors((args, kwargs))
+        sighting = Sighting(name, number, tower, module, forward, -1, self._boundaries(inputs), ())
+        self._result.sightings.append(sighting)
+        species = self._species(sighting, args, kwargs)
+        versions = [tensor._version for tensor in inputs]
+        output = frugally(name, module, forward, args, kwargs)
+        self._versions += [
+            (species, place, tensor, version)
+            for place, (tensor, version) in enumerate(zip(inputs, versions, strict=True))
+            if tensor._version == version  # a write by the region itself is part of its capture
+        ]
+        self._result.sightings[index] = replace(
+            sighting, species=species, outputs=self._boundaries(tensors(output))
+        )
+        return output
+
+    def _boundaries(self, found: list[torch.Tensor]) -> tuple[int, ...]:
+        """A number per storage that passes between regions."""
+        numbers = []
+        for tensor in found:
+            storage = tensor.untyped_storage()
+            known = self._boundary.get(storage._cdata)
+            if known is None or known[0]() is not storage:
+                known = (weakref.ref(storage), len(self._result.boundary_bytes))
+                self._boundary[storage._cdata] = known
+                self._result.boundary_bytes.append(storage.nbytes())
+            numbers.append(known[1])
+        return tuple(numbers)
+
+    def _species(self, sighting: Sighting, args: Any, kwargs: Any) -> int:
+        text = repr(signature(args, kwargs, sighting.module.training))
+        alike = [i for i, s in enumerate(self._result.species) if s.signature == text]
+        if alike:
+            seen = _graph_of(sighting, args, kwargs, hold=False)
+            for index in alike:
+                if isinstance(seen, str) or seen.graph == self._result.species[index].plain:
+                    return index
+        self._progress(f"capturing {sighting.name}")
+        self._result.species.append(_describe(sighting, text, args, kwargs))
+        return len(self._result.species) - 1
+
+    def _forbid_inputs_written_later(self) -> None:
+        """An input that the model writes to after the region has returned cannot be rebuilt from."""
+        for species, place, tensor, version in self._versions:
+            if tensor._version != version:
+                found = self._result.species[species]
+                if found.graph is not None:
+                    found.graph = _without_input(found.graph, place)
+
+    def _mark_shared_inputs(self) -> None:
+        """An input that several regions read (a mask, rotary tables) stays alive whatever one of them does."""
+        readers: dict[int, set[int]] = {}
+        for index, sighting in enumerate(self._result.sightings):
+            for boundary in sighting.inputs:
+                readers.setdefault(boundary, set()).add(index)
+        for number, species in enumerate(self._result.species):
+            calls = [s for s in self._result.sightings if s.species == number]
+            if species.graph is None:
+                continue
+            shared = [
+                place
+                for place in range(len(species.graph.inputs))
+                if all(len(readers[s.inputs[place]]) > 1 for s in calls)
+            ]
+            species.graph = _with_shared(species.graph, shared)
+
+
+def _graph_of(sighting: Sighting, args: Any, kwargs: Any, **options: Any) -> Capture | str:
+    """The capture, or why there is none."""
+    try:
+        return capture(sighting.forward, args, kwargs, sighting.module, **options)
+    except CaptureError as error:
+        return str(error)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a region that cannot run under the recorder still runs
+        return f"it cannot be captured ({type(error).__name__}: {str(error)[:200]})"
+
+
+def _describe(sighting: Sighting, text: str, args: Any, kwargs: Any) -> Species:
+    """Capture twice on different data, check every operation by replaying it, time it."""
+    copies = map_tensors(lambda t: t.detach().clone().requires_grad_(t.requires_grad), (args, kwargs))
+    species = Species(text, sighting, copies)
+    first = _graph_of(sighting, args, kwargs)
+    if isinstance(first, str):
+        species.note = first
+        return species
+    species.plain = first.graph
+    second = _graph_of(sighting, args, kwargs, hold=False, reseed=1)
+    if isinstance(second, str):
+        species.note = f"on other data {second}"
+    elif second.graph != first.graph:
+        species.note = f"its operations depend on data or chance: {difference(first.graph, second.graph)}"
+    else:
+        species.graph = price(checked(first)).graph
+    return species
+
+
+def difference(a: RegionGraph, b: RegionGraph) -> str:
+    """The first thing in which two captures differ."""
+    for ours, theirs in zip(a.ops, b.ops, strict=False):
+        if ours.name != theirs.name:
+            return f"{ours.name} or {theirs.name} at {ours.source or theirs.source}"
+        if (ours.args, ours.kwargs) != (theirs.args, theirs.kwargs):
+            return f"the arguments of {ours.name} at {ours.source} change"
+    if len(a.ops) != len(b.ops):
+        return f"{len(a.ops)} or {len(b.ops)} operations"
+    return "the autograd graph changes"
+
+
+def _without_input(graph: RegionGraph, place: int) -> RegionGraph:
+    storage = graph.values[graph.inputs[place]].storage
+    values = tuple(replace(v, held=False) if v.storage == storage else v for v in graph.values)
+    sources = tuple(s for s in graph.sources if graph.values[s.value].storage != storage)
+    return replace(graph, values=values, sources=sources)
+
+
+def _with_shared(graph: RegionGraph, places: list[int]) -> RegionGraph:
+    shared = {graph.values[graph.inputs[place]].storage for place in places}
+    storages = tuple(
+        replace(s, shared=True) if i in shared and s.role is Role.INPUT else s for i, s in enumerate(graph.storages)
+    )
+    return replace(graph, storages=storages)
+
+
+# ---------------------------------------------------------------------------------------- the timeline
+
+
+@dataclass(frozen=True)
+class _Mark:
+    phase: Phase
+    call: int
+    begins: bool
+    current_bytes: int
+    peak_bytes: int  # since the mark before
+    gradient_bytes: int
+
+
+def timeline(
+    model: nn.Module, blocks: Sequence[Block], run: Callable[[], torch.Tensor], meter: Meter
+) -> tuple[Segment, ...]:
+    """One step, forward and backward, every region checkpointed: the level at every border of a region."""
+    return _Clock(model, meter).run(blocks, run)
+
+
+class _Clock:
+    def __init__(self, model: nn.Module, meter: Meter) -> None:
+        self._model = model
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._meter = meter
+        self._marks: list[_Mark] = []
+        self._calls = 0
+
+    def run(self, blocks: Sequence[Block], run: Callable[[], torch.Tensor]) -> tuple[Segment, ...]:
+        start = self._meter.current_bytes()
+        self._meter.reset_peak()
+        with visiting(self._model, blocks, self._visit):
+            loss = run()
+            self._mark(Phase.FORWARD, -1, begins=False)
+            loss.backward()
+            self._meter.synchronize()
+        self._mark(Phase.BACKWARD, -1, begins=False)
+        return self._segments(start)
+
+    def _mark(self, phase: Phase, call: int, *, begins: bool) -> None:
+        gradients = sum(p.grad.untyped_storage().nbytes() for p in self._parameters if p.grad is not None)
+        self._marks.append(
+            _Mark(phase, call, begins, self._meter.current_bytes(), self._meter.peak_bytes(), gradients)
+        )
+        self._meter.reset_peak()
+
+    def _visit(
+        self, name: str, tower: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        call = self._calls
+        self._calls += 1
+        self._mark(Phase.FORWARD, call, begins=True)
+        output = frugally(name, module, forward, args, kwargs)
+        self._mark(Phase.FORWARD, call, begins=False)
+        self._watch_backward(call, tensors(output), tensors((args, kwargs)))
+        return output
+
+    def _watch_backward(self, call: int, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
+        waiting = {place for place, tensor in enumerate(inputs) if tensor.requires_grad}
+        begun = []
+
+        def begin(_: Any) -> None:
+            if not begun:
+                begun.append(True)
+                self._mark(Phase.BACKWARD, call, begins=True)
+
+        def arrived(place: int) -> Callable[[torch.Tensor], None]:
+            def hook(_: torch.Tensor) -> None:
+                waiting.discard(place)
+                if not waiting:
+                    self._mark(Phase.BACKWARD, call, begins=False)
+
+            return hook
+
+        for tensor in outputs:
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(begin)
+        for place in sorted(waiting):
+            inputs[place].register_hook(arrived(place))
+
+    def _segments(self, start: int) -> tuple[Segment, ...]:
+        segments: list[Segment] = []
+        level, gradients, inside = start, 0, -1
+        for mark in self._marks:
+            call = inside
+            if not mark.begins and mark.call >= 0:
+                call = mark.call  # also where its beginning was not seen
+            segments.append(
+                Segment(
+                    phase=mark.phase,
+                    call=call,
+                    start_bytes=level - start,
+                    peak_bytes=max(mark.peak_bytes, level, mark.current_bytes) - start,
+                    end_bytes=mark.current_bytes - start,
+                    gradient_bytes=mark.gradient_bytes,
+                    label="" if call >= 0 else _glue_label(segments, mark),
+                )
+            )
+            level, gradients = mark.current_bytes, mark.gradient_bytes
+            inside = mark.call if mark.begins else -1
+        return tuple(segments)
+
+
+def _glue_label(before: list[Segment], mark: _Mark) -> str:
+    if mark.phase is Phase.FORWARD:
+        if not before:
+            return "before the first region (embedding)"
+        return "after the last region (head, loss)" if mark.call < 0 else "between regions, forward"
+    seen_backward = any(segment.phase is Phase.BACKWARD and segment.call >= 0 for segment in before)
+    if not seen_backward:
+        return "backward of head and loss"
+    return "backward of what comes first (embedding)" if mark.call < 0 else "between regions, backward"

@@ -10,7 +10,7 @@ import remat
 
 __all__ = ["app", "main"]
 
-app = typer.Typer(no_args_is_help=True, add_completion=False)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.callback(invoke_without_command=True)
@@ -36,4 +36,9 @@ def demo(
 
 
 def main() -> None:
-    app()
+    """A RematError is an answer, not an accident: its sentence is shown without a traceback."""
+    try:
+        app()
+    except remat.RematError as error:
+        typer.echo(f"remat: {error}", err=True)
+        raise SystemExit(1) from None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -55,7 +54,8 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.dropout(self.out(attended.transpose(1, 2).flatten(2)))
-        return x + self.dropout(self.mlp(self.norm2(x)))
+        mixed: Tensor = x + self.dropout(self.mlp(self.norm2(x)))
+        return mixed
 
 
 class GPT(nn.Module):
@@ -92,27 +92,34 @@ def compare_ways(
     """Train the same model from the same seed in each way, then measure and verify one more step."""
     ways: dict[str, Callable[[nn.Module, dict[str, Tensor]], object]] = {
         "plain": lambda model, batch: None,
-        "remat.enable(model)": lambda model, batch: remat.enable(model),
+        "remat.enable": lambda model, batch: remat.enable(model),
     }
-    if find_spec("remat.api") is not None:
-        ways["remat.fit(activations=0.5)"] = lambda model, batch: remat.fit(model, batch, activations=0.5)
+    if _has_fit():
+        ways["remat.fit 0.5"] = lambda model, batch: remat.fit(model, batch, activations=0.5)
+    batches = _batches(config, torch.device(device))
     rows = []
     for name, prepare in ways.items():
         progress(name)
-        rows.append(_train(name, prepare, config, torch.device(device)))
+        rows.append(_train(name, prepare, config, batches))
     return rows
+
+
+def _has_fit() -> bool:
+    try:
+        return callable(remat.fit)
+    except (ImportError, AttributeError):
+        return False
 
 
 def _train(
     name: str,
     prepare: Callable[[nn.Module, dict[str, Tensor]], object],
     config: Config,
-    device: torch.device,
+    batches: list[dict[str, Tensor]],
 ) -> Row:
     torch.manual_seed(config.seed)
-    model = GPT(config).to(device)
+    model = GPT(config).to(batches[0]["tokens"].device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    batches = [_batch(config, index, device) for index in range(config.steps)]
     prepare(model, batches[0])
 
     def train(batch: dict[str, Tensor]) -> float:
@@ -120,7 +127,7 @@ def _train(
         loss = model(**batch)
         loss.backward()
         optimizer.step()
-        return float(loss)
+        return float(loss.detach())
 
     losses = tuple(train(batch) for batch in batches)
     verification = None if name == "plain" else verify(model, batches[0])
@@ -129,14 +136,18 @@ def _train(
     return Row(name, measurement, losses, verification)
 
 
-def _batch(config: Config, index: int, device: torch.device) -> dict[str, Tensor]:
-    """Pieces of the package's own source, chosen by the seed and the index alone."""
+def _batches(config: Config, device: torch.device) -> list[dict[str, Tensor]]:
+    """Pieces of the package's own source, chosen by the seed."""
     sources = sorted(Path(__file__).parent.rglob("*.py"))
     text = torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in sources)), dtype=torch.uint8)
-    generator = torch.Generator().manual_seed(1000 * config.seed + index)
-    starts = torch.randint(len(text) - config.context - 1, (config.batch,), generator=generator)
-    pieces = torch.stack([text[start : start + config.context + 1] for start in starts.tolist()]).long()
-    return {"tokens": pieces[:, :-1].to(device), "labels": pieces[:, 1:].contiguous().to(device)}
+    generator = torch.Generator().manual_seed(config.seed)
+    starts = torch.randint(len(text) - config.context - 1, (config.steps, config.batch), generator=generator)
+    pieces = torch.stack([text[start : start + config.context + 1] for start in starts.flatten().tolist()])
+    pieces = pieces.long().to(device).unflatten(0, (config.steps, config.batch))  # type: ignore[no-untyped-call]
+    return [
+        {"tokens": piece[:, :-1].contiguous(), "labels": piece[:, 1:].contiguous()}
+        for piece in pieces.unbind()
+    ]
 
 
 def demo(
@@ -158,21 +169,21 @@ def demo(
 
 
 def _table(rows: list[Row]) -> Table:
-    table = Table(caption="activations: the peak above what was resident before the step")
+    plain = rows[0]
+    first, last = plain.losses[0], plain.losses[-1]
+    alike = "in every row" if all(row.losses == plain.losses for row in rows) else "in the first row only"
+    meaning = "activations: peak above what was resident before the step"
+    table = Table(caption=f"{meaning}\nloss {first:.3f} -> {last:.3f} {alike}")
     table.add_column("step")
-    for title in ("peak", "activations", "of plain", "s / step", "of plain", "loss", "gradients bit-equal"):
+    for title in ("peak", "activations", "time per step", "gradients\nbit-equal"):
         table.add_column(title, justify="right")
-    plain = rows[0].measurement
     for row in rows:
-        m = row.measurement
+        now, before = row.measurement, plain.measurement
         table.add_row(
             row.name,
-            format_bytes(m.peak_bytes),
-            format_bytes(m.activation_bytes),
-            f"{m.activation_bytes / plain.activation_bytes:.2f}",
-            format_seconds(m.seconds),
-            f"{m.seconds / plain.seconds:.2f}",
-            f"{row.losses[0]:.3f} -> {row.losses[-1]:.3f}",
+            format_bytes(now.peak_bytes),
+            f"{format_bytes(now.activation_bytes)} ({now.activation_bytes / before.activation_bytes:.2f})",
+            f"{format_seconds(now.seconds)} ({now.seconds / before.seconds:.2f})",
             "-" if row.verification is None else "yes" if row.verification.bitwise else "no",
         )
     return table

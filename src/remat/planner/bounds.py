@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from remat.planner.chain import bound_seconds, chain, least_peak
+from remat.errors import RematError
+from remat.planner.chain import Chain, bound_seconds, chain, least_peak
 from remat.planner.program import Program, lagrangian_bound, memory_prices, program, solve_milp
 from remat.planner.simulate import simulate
 from remat.records import Action, Profile
@@ -17,7 +18,8 @@ DEFAULT_ALLOW = (Action.KEEP, Action.RECOMPUTE)
 
 def least_budget(profile: Profile, allow: Sequence[Action] = DEFAULT_ALLOW) -> int:
     """The least number of bytes that this step can run in."""
-    return simulate(profile, least_choices(profile, program(profile, allow))).peak_bytes
+    problem = program(profile, allow)
+    return simulate(profile, least_choices(problem, chain(problem))).peak_bytes
 
 
 def time_lower_bound(profile: Profile, budget_bytes: int, allow: Sequence[Action] = DEFAULT_ALLOW) -> float:
@@ -27,29 +29,28 @@ def time_lower_bound(profile: Profile, budget_bytes: int, allow: Sequence[Action
     the solver's rounding.
     """
     problem = program(profile, allow)
-    if simulate(profile, least_choices(profile, problem)).peak_bytes > budget_bytes:
+    nested = chain(problem)
+    if simulate(profile, least_choices(problem, nested)).peak_bytes > budget_bytes:
         return math.inf
     prices = memory_prices(problem, budget_bytes)
-    nested = chain(problem)
     if nested is None:
         bound = lagrangian_bound(problem, budget_bytes, prices)
     else:
-        settled = sum(c.options[0].seconds for i, c in enumerate(problem.calls) if i not in nested.calls)
+        linked = set(nested.calls)
+        settled = sum(c.options[0].seconds for i, c in enumerate(problem.calls) if i not in linked)
         bound = bound_seconds(nested, budget_bytes, prices) + settled
-    fastest = sum(min(option.seconds for option in call.options) for call in problem.calls)
-    return profile.step_seconds + max(bound, fastest)
+    return profile.step_seconds + bound
 
 
-def least_choices(profile: Profile, problem: Program) -> tuple[int, ...]:
+def least_choices(problem: Program, nested: Chain | None) -> tuple[int, ...]:
     """Menu entries, one per call, with the least peak of all."""
-    nested = chain(problem)
     if nested is not None:
         _, chosen = least_peak(nested)
-        options = tuple(chosen.get(i, 0) for i in range(len(problem.calls)))
-    else:
-        found = solve_milp(problem, None, gap=0.0)
-        options = found if found is not None else tuple(0 for _ in problem.calls)
-    return entries(problem, options)
+        return entries(problem, [chosen.get(i, 0) for i in range(len(problem.calls))])
+    found = solve_milp(problem, None, gap=0.0)
+    if found is None:
+        raise RematError("internal error: no least peak was found; please report this with the saved profile")
+    return entries(problem, found)
 
 
 def entries(problem: Program, options: Sequence[int]) -> tuple[int, ...]:

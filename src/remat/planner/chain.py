@@ -33,6 +33,9 @@ Ints = npt.NDArray[np.int64]
 _PICO = 1e12
 _WIDTHS = (128, 4096, 65536, 1 << 20)
 _MOST_OPEN = 6
+# A bound is valid at any prices. Those of the whole step fit a state on the way to the optimum; a state that
+# has used more or less of the budget than others is judged better at higher or lower prices.
+_PRICE_SCALES = (0.0, 0.5, 0.8, 0.9, 1.0, 1.1, 1.25, 2.0)
 
 
 @dataclass(frozen=True)
@@ -263,52 +266,65 @@ def least_peak(problem: Chain) -> tuple[int, dict[int, int]]:
 
 @dataclass(frozen=True)
 class _Bound:
-    """After j calls no completion takes less than per_byte[j] * L + rest[j][mask] picoseconds more."""
+    """After j calls no completion takes less than per_byte[j] * L + rest[j][mask] picoseconds more.
 
-    per_byte: Floats
-    rest: tuple[dict[int, float], ...]  # what floating-point sums may be off by is already taken off
+    Each is an array, one bound per scale of prices; the largest counts.
+    """
+
+    per_byte: tuple[Floats, ...]
+    rest: tuple[dict[int, Floats], ...]  # what floating-point sums may be off by is already taken off
+
+    def least_pico(self, position: int, mask: int, level: Ints, pico: Ints) -> Floats:
+        """What the best completion of each state takes at least."""
+        bounds = self.per_byte[position][:, None] * level + self.rest[position][mask][:, None]
+        least: Floats = bounds.max(axis=0) + pico
+        return least
 
 
 def _bound(problem: Chain, budget_bytes: int, prices: Floats) -> _Bound:
-    """Memory bought at its price instead of being limited: the best moves then follow from the masks alone."""
+    """Memory is bought at its price instead of being limited: the best moves then follow from the masks."""
+    scales = np.array(_PRICE_SCALES)
     price = prices * _PICO
     cap = budget_bytes - np.array(problem.needs, dtype=np.float64)
-    count = len(problem.links)
-    per_byte = np.zeros(count + 1)
-    rest = [dict.fromkeys(_last_masks(problem), 0.0)]
+    per_byte = [0.0]
+    rest = [{mask: np.zeros(len(scales)) for mask in _last_masks(problem)}]
     magnitude = 1.0
-    for position in range(count - 1, -1, -1):
+    for position in range(len(problem.links) - 1, -1, -1):
         link = problem.links[position]
         forward, backward = link.forward_segment, link.backward_segment
         between = list(problem.between_segments[position + 1])
-        later = float(per_byte[position + 1] + price[between].sum())
-        per_byte[position] = later + price[forward] + price[backward]
-        budgeted = float(
-            price[forward] * cap[forward] + price[backward] * cap[backward] + price[between] @ cap[between]
-        )
-
-        def cost(move: Move, later: float = later, link: Link = link) -> float:
-            own_forward = float(price[link.forward_segment]) * (
-                move.forward - problem.needs[link.forward_segment]
+        later = per_byte[-1] + float(price[between].sum())
+        own_forward, own_backward = float(price[forward]), float(price[backward])
+        budgeted = own_forward * float(cap[forward]) + own_backward * float(cap[backward])
+        budgeted += float(price[between] @ cap[between])
+        after, here = rest[-1], {}
+        for mask, moves in link.moves.items():
+            pico = np.array([m.pico for m in moves], dtype=np.float64)
+            bought = np.array(
+                [
+                    later * m.later
+                    + own_forward * (m.forward - problem.needs[forward])
+                    + own_backward * (m.backward - problem.needs[backward])
+                    - budgeted
+                    for m in moves
+                ]
             )
-            own_backward = move.backward - problem.needs[link.backward_segment]
-            own = own_forward + float(price[link.backward_segment]) * own_backward
-            return move.pico + later * move.later + own
-
-        rest.append(
-            {
-                mask: min(cost(move) + rest[-1][move.mask] for move in moves) - budgeted
-                for mask, moves in link.moves.items()
-            }
-        )
-        magnitude += abs(budgeted) + max(abs(cost(m)) for moves in link.moves.values() for m in moves)
+            onward = np.array([after[m.mask] for m in moves])
+            here[mask] = (pico[:, None] + bought[:, None] * scales + onward).min(axis=0)
+            magnitude += float(pico.max() + np.abs(bought).max() * scales.max()) + abs(budgeted)
+        per_byte.append(later + own_forward + own_backward)
+        rest.append(here)
     slack = 1e-12 * magnitude
-    return _Bound(per_byte, tuple({m: value - slack for m, value in at.items()} for at in reversed(rest)))
+    return _Bound(
+        tuple(total * scales for total in reversed(per_byte)),
+        tuple({mask: value - slack for mask, value in at.items()} for at in reversed(rest)),
+    )
 
 
 def bound_seconds(problem: Chain, budget_bytes: int, prices: Floats) -> float:
-    """Seconds that no choice within the budget can undercut."""
-    return _bound(problem, budget_bytes, prices).rest[0][0] / _PICO
+    """Seconds that no choice within the budget can undercut (to half a picosecond per call)."""
+    pico = float(_bound(problem, budget_bytes, prices).rest[0][0].max())
+    return (pico - len(problem.links)) / _PICO
 
 
 @dataclass(frozen=True)
@@ -377,7 +393,6 @@ def _search(
     unexplored = np.inf
     for position, link in enumerate(problem.links):
         after = needed[position + 1]
-        per_byte, rest = float(bound.per_byte[position + 1]), bound.rest[position + 1]
         grown: dict[int, list[_States]] = {}
         first = 0
         for mask, states in groups.items():
@@ -388,14 +403,14 @@ def _search(
                 pico = states.pico[:fits] + move.pico
                 parent = np.arange(first, first + fits)
                 if beat_pico is not None:
-                    promising = pico + per_byte * level + rest[move.mask] <= beat_pico - 1
+                    promising = bound.least_pico(position + 1, move.mask, level, pico) <= beat_pico - 1
                     level, pico, parent = level[promising], pico[promising], parent[promising]
                 if len(level):
                     moves = np.full(len(level), move.option, dtype=np.int64)
                     grown.setdefault(move.mask, []).append(_States(level, pico, parent, moves))
             first += len(states.level)
         groups = {mask: _front(parts) for mask, parts in grown.items()}
-        groups, left_out = _shorten(groups, width, per_byte, rest)
+        groups, left_out = _shorten(groups, width, position + 1, bound)
         unexplored = min(unexplored, left_out)
         history.append(groups)
     ends = [
@@ -422,20 +437,19 @@ def _front(parts: list[_States]) -> _States:
 
 
 def _shorten(
-    groups: dict[int, _States], width: int, per_byte: float, rest: dict[int, float]
+    groups: dict[int, _States], width: int, position: int, bound: _Bound
 ) -> tuple[dict[int, _States], float]:
     """Keep the `width` most promising states; also the bound of the best that is left out."""
     if sum(len(states.level) for states in groups.values()) <= width:
         return groups, np.inf
-    bounds = {mask: states.pico + per_byte * states.level + rest[mask] for mask, states in groups.items()}
-    together = np.concatenate(list(bounds.values()))
+    least = {mask: bound.least_pico(position, mask, s.level, s.pico) for mask, s in groups.items()}
+    together = np.concatenate(list(least.values()))
     limit = float(np.partition(together, width - 1)[width - 1])
     kept = {
-        mask: _States(*(part[bounds[mask] <= limit] for part in (s.level, s.pico, s.parent, s.move)))
+        mask: _States(*(part[least[mask] <= limit] for part in (s.level, s.pico, s.parent, s.move)))
         for mask, s in groups.items()
     }
-    beyond = together[together > limit]
-    return kept, float(beyond.min()) if len(beyond) else np.inf
+    return kept, float(together[together > limit].min(initial=np.inf))
 
 
 def _trace_back(history: list[dict[int, _States]], mask: int) -> tuple[int, ...]:

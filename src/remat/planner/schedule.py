@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from remat.errors import BudgetError, RematError
 from remat.planner.bounds import DEFAULT_ALLOW, entries, least_choices
-from remat.planner.chain import chain, fastest
+from remat.planner.chain import Chain, chain, fastest
 from remat.planner.program import Program, memory_prices, program, solve_milp
 from remat.planner.simulate import Timeline, simulate
 from remat.records import Action, Mode, Plan, Profile
@@ -77,11 +77,12 @@ def _fastest(profile: Profile, budget_bytes: int, allow: tuple[Action, ...]) -> 
     if Action.KEEP in allow and simulate(profile, untouched).peak_bytes <= budget_bytes:
         return make_plan(profile, untouched, budget_bytes, strategy="optimal", allow=allow)
     problem = program(profile, allow)
-    least = least_choices(profile, problem)
+    nested = chain(problem)
+    least = least_choices(problem, nested)
     smallest = simulate(profile, least)
     if smallest.peak_bytes > budget_bytes:
         raise _out_of_reach(profile, budget_bytes, smallest, allow)
-    choices, notes = _solve(profile, problem, budget_bytes, least)
+    choices, notes = _solve(profile, problem, nested, budget_bytes, least)
     plan = make_plan(profile, choices, budget_bytes, strategy="optimal", allow=allow, notes=notes)
     if plan.predicted_peak_bytes > budget_bytes:
         raise RematError(
@@ -92,9 +93,8 @@ def _fastest(profile: Profile, budget_bytes: int, allow: tuple[Action, ...]) -> 
 
 
 def _solve(
-    profile: Profile, problem: Program, budget_bytes: int, least: tuple[int, ...]
+    profile: Profile, problem: Program, nested: Chain | None, budget_bytes: int, least: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    nested = chain(problem)
     if nested is None:
         return _solve_general(profile, problem, budget_bytes, least), ()
     found = fastest(nested, budget_bytes, memory_prices(problem, budget_bytes))

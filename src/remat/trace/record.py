@@ -195,7 +195,7 @@ class Recorder(TorchDispatchMode):
         result: Any,
         reason: str,
     ) -> None:
-        number = len(self.ops)
+        number = len(self.ops)  # of this operation, if it is kept
         name = func._schema.name.split("::")[-1]
         if any(place < 0 for place in written):
             reason = reason or "writes to a list of tensors"
@@ -204,8 +204,10 @@ class Recorder(TorchDispatchMode):
         outputs = [
             self.intern(item, Role.INTERNAL, number) if isinstance(item, torch.Tensor) else -1 for item in results
         ]
-        read_storages = {self.values[ref].storage for ref in refs}
         made = [value for value in outputs if value >= 0]
+        if made and not written and set(made) <= set(refs):
+            return  # detach, alias: the same value under another name, and autograd calls them as it likes
+        read_storages = {self.values[ref].storage for ref in refs}
         view = not written and bool(made) and all(self.values[v].storage in read_storages for v in made)
         inputs = list(refs)
         if name in OVERWRITES:

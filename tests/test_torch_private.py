@@ -1,0 +1,85 @@
+"""Pins what each private interface of torch does, so that a new version fails here first."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from remat import _torch_private as private
+
+
+def test_active_saved_tensors_hooks_gives_the_innermost_pair() -> None:
+    def identity(x: object) -> object:
+        return x
+
+    assert private.active_saved_tensors_hooks() is None
+    with saved_tensors_hooks(lambda t: t, lambda t: t), saved_tensors_hooks(identity, identity):
+        assert private.active_saved_tensors_hooks() == (identity, identity)
+    assert private.active_saved_tensors_hooks() is None
+
+
+def test_torch_stops_a_recomputation_by_this_exception_from_its_pack_hook() -> None:
+    stops = []
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        try:
+            return torch.sin(x)
+        except private.StopRecomputation:
+            stops.append(private.in_backward())
+            raise
+
+    checkpoint(region, torch.randn(2, requires_grad=True), use_reentrant=False).sum().backward()
+    assert stops == [True]
+
+
+def test_in_backward() -> None:
+    seen = []
+    x = torch.randn(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda g: seen.append(private.in_backward()))
+    assert not private.in_backward()
+    y.sum().backward()
+    assert seen == [True]
+    assert not private.in_backward()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_in_jit_trace() -> None:
+    seen = []
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        seen.append(private.in_jit_trace())
+        return x + 1
+
+    torch.jit.trace(fn, torch.ones(1), check_trace=False)
+    assert seen == [True]
+    assert not private.in_jit_trace()
+
+
+def test_in_functorch() -> None:
+    seen = []
+    torch.func.grad(lambda x: (seen.append(private.in_functorch()), x.sum())[1])(torch.ones(2))
+    assert seen == [True]
+    assert not private.in_functorch()
+
+
+def test_flatten_and_build_again() -> None:
+    tree = ((1, [torch.ones(1), None]), {"a": {"b": "text"}})
+    leaves, build = private.flatten(tree)
+    assert [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] == [tree[0][1][0]]
+    assert build(leaves) == tree
+
+
+def test_storage_refs_are_weak_equal_for_views_and_never_reused() -> None:
+    x = torch.randn(64)
+    ref = private.storage_ref(x)
+    assert ref == private.storage_ref(x[3:])
+    assert hash(ref) == hash(private.storage_ref(x.view(8, 8)))
+    del x
+    gc.collect()
+    others = [torch.randn(64) for _ in range(100)]
+    assert all(private.storage_ref(other) != ref for other in others)

@@ -82,9 +82,9 @@ class Inputs:
     def again(self, region: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) with their values at entry, for one recomputation."""
         leaves = list(self._leaves)
-        positions, node = self._stash
-        if node is not None:
-            _fill(leaves, positions, _saved(node, region))
+        positions, keeper = self._stash
+        if keeper is not None:
+            _fill(leaves, positions, _saved(keeper.grad_fn, region))
         positions, hosted = self._hosted
         if hosted is not None:
             _fill(leaves, positions, to_device(hosted))
@@ -112,10 +112,11 @@ class _Keep(torch.autograd.Function):
         raise AssertionError("nobody runs this node")
 
 
-def _stash(tensors: list[Tensor]) -> Any:
+def _stash(tensors: list[Tensor]) -> Tensor:
+    """A tensor whose node holds these. The node alone is not enough: torch 2.11 empties it with its tensor."""
     anchor = torch.empty(0, requires_grad=True)
     with torch.enable_grad():
-        return _Keep.apply(anchor, *tensors).grad_fn  # type: ignore[no-untyped-call]
+        return _Keep.apply(anchor, *tensors)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _saved(node: Any, region: str) -> Sequence[Tensor]:

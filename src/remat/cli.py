@@ -26,7 +26,7 @@ def root(
 @app.command()
 def demo(
     device: Annotated[str, typer.Option(help="cpu, cuda, ...; the accelerator if there is one.")] = "",
-    steps: Annotated[int, typer.Option(min=1, help="Training steps for each way.")] = 8,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps for each way.")] = 6,
 ) -> None:
     """Train a small GPT with and without remat and compare bytes, seconds and gradients."""
     from remat.demo import Config

@@ -34,7 +34,7 @@ class Config:
     context: int = 256
     batch: int = 4
     dropout: float = 0.1
-    steps: int = 8
+    steps: int = 6
     seed: int = 0
 
 
@@ -123,10 +123,10 @@ def _train(
     prepare(model, batches[0])
 
     def train(batch: dict[str, Tensor]) -> float:
-        optimizer.zero_grad()
         loss = model(**batch)
         loss.backward()
         optimizer.step()
+        optimizer.zero_grad()  # last, so that a step starts without gradients and those it makes are counted
         return float(loss.detach())
 
     losses = tuple(train(batch) for batch in batches)

@@ -26,7 +26,7 @@ class FrontierPoint:
 def frontier(
     profile: Profile, points: int = 20, *, allow: Sequence[Action] = DEFAULT_ALLOW
 ) -> tuple[FrontierPoint, ...]:
-    """The fastest plan at `points` budgets from the least to the untouched step's peak, without repetitions."""
+    """The fastest plan at `points` budgets, from the least to the untouched step's peak; each time once."""
     if points < 2:
         raise InputError(f"points={points}: at least 2, the least budget and the untouched step")
     least = least_budget(profile, allow)

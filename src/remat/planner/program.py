@@ -319,8 +319,7 @@ def lagrangian_bound(problem: Program, budget_bytes: int, prices: Floats) -> flo
     for index, call in enumerate(problem.calls):
         held = 0.0
         if call.span is not None:
-            end = min(call.span.backward + 1, len(prices))
-            held = float(running[end] - running[call.span.forward + 1])
+            held = float(running[call.span.backward + 1] - running[call.span.forward + 1])
         total += min(
             option.seconds
             + held * option.held_bytes

@@ -71,7 +71,8 @@ class Timeline:
 class Span:
     """When a call holds memory, in indices of segments: after `forward`, up to and including `backward`.
 
-    `returns` is the first backward segment, where a released boundary tensor is counted again.
+    `returns` is the first backward segment, where a released boundary tensor is counted again: whether it is
+    still needed there is not known, so that the prediction errs on the safe side.
     """
 
     forward: int
@@ -110,7 +111,7 @@ def spans(profile: Profile) -> tuple[Span | None, ...]:
         if forward is None:
             found.append(None)
         elif backward is None:  # nothing in it trains, or its output is not used: what it holds stays
-            end = len(profile.segments)
+            end = len(profile.segments) - 1
             found.append(Span(forward[-1], end, end, recorded=False))
         else:
             found.append(Span(forward[-1], backward[0], backward[-1], recorded=True))
@@ -190,10 +191,9 @@ def _shifts(profile: Profile, chosen: Sequence[Entry], references: Sequence[Entr
         if span is None:
             continue
         extra = entry.resident_bytes - reference.resident_bytes
-        if span.recorded:
-            between(span.forward + 1, span.backward, extra)
-        else:  # whether the reference held anything is unknown: count what is added, not what is saved
-            between(span.forward + 1, len(profile.segments) - 1, max(extra, 0))
+        if not span.recorded:  # whether the reference held anything is unknown: count what is added only
+            extra = max(extra, 0)
+        between(span.forward + 1, span.backward, extra)
     for boundary in boundaries(profile):
         span = everywhere[boundary.consumer]
         if span is not None and not boundary.held(chosen[boundary.producer], chosen[boundary.consumer]):

@@ -1,11 +1,12 @@
 """What people do by hand, as plans on the same profile, so that it can be compared with the optimum.
 
-Every strategy chooses between the untouched region (KEEP) and its recomputation as a whole (FULL); the textbook's
-closed forms, which assume equal layers and count nothing else, are below.
+Every strategy chooses between the untouched region (KEEP) and its recomputation as a whole (FULL). The
+textbook's closed forms, which assume equal layers and count nothing else, are below.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -55,8 +56,8 @@ def uniform(profile: Profile, every: int, budget_bytes: int = 0) -> Plan:
 def sqrt_layers(profile: Profile, budget_bytes: int = 0) -> Plan:
     """Keep one region in sqrt(L) whole, recompute the others: the textbook's interval, region by region.
 
-    The textbook recomputes a run of layers from one checkpoint; here every region holds its own input, so that
-    the kept regions are what the interval spaces out.
+    The textbook recomputes a run of layers from one checkpoint; here every region holds its own input, so
+    that the kept regions are what the interval spaces out.
     """
     interval = optimal_interval(len(profile.calls)) if profile.calls else 1
     recompute = [i for i in range(len(profile.calls)) if i % interval != 0 or interval == 1]
@@ -64,12 +65,12 @@ def sqrt_layers(profile: Profile, budget_bytes: int = 0) -> Plan:
 
 
 def memory_first(profile: Profile, budget_bytes: int | None = None, *, density: float | None = None) -> Plan:
-    """Recompute the regions that free the most bytes first, until the budget is met or to a share of them."""
+    """Recompute the regions that free the most bytes first, to a budget or to a share of the regions."""
     return _ranked(profile, "memory-first", lambda i: -_freed_bytes(profile, i), budget_bytes, density)
 
 
 def compute_first(profile: Profile, budget_bytes: int | None = None, *, density: float | None = None) -> Plan:
-    """Recompute the regions that cost the fewest seconds first, until the budget is met or to a share of them."""
+    """Recompute the regions that cost the fewest seconds first, to a budget or to a share of the regions."""
     return _ranked(profile, "compute-first", lambda i: _extra_seconds(profile, i), budget_bytes, density)
 
 
@@ -141,10 +142,8 @@ def compare(
 ) -> tuple[Row, ...]:
     """The optimum for a budget, if there is one, and every strategy beside it."""
     plans: list[Plan] = []
-    try:
+    with contextlib.suppress(BudgetError):  # the strategies are shown all the same, none of them feasible
         plans.append(schedule(profile, budget_bytes, allow=allow))
-    except BudgetError:
-        pass  # the strategies are shown all the same, none of them feasible
     plans += [none(profile, budget_bytes), full(profile, budget_bytes)]
     plans += [uniform(profile, every, budget_bytes) for every in (2, 4) if every < len(profile.calls)]
     plans += [
@@ -190,7 +189,7 @@ def recomputed_layers(layers: int, checkpoints: int) -> int:
 
 
 def optimal_interval(layers: int) -> int:
-    """The whole interval d with the least L/d + d, about sqrt(L): checkpoints plus the run being recomputed."""
+    """The interval d with the least L/d + d, about sqrt(L): checkpoints plus the run being recomputed."""
     if layers < 1:
         raise InputError(f"layers={layers}: at least 1")
     root = math.isqrt(layers)
@@ -213,7 +212,7 @@ def best_interval(layers: int, memory_bytes: int, layer_bytes: int) -> int:
     best = optimal_interval(layers)
     needed = min(layers, checkpoints_every(layers, best) + best) * layer_bytes
     raise BudgetError(
-        f"{memory_bytes} bytes hold {slots} layers of {layer_bytes} bytes, but {layers} layers need {needed} bytes "
-        f"even at the best interval, {best}; give at least that, or recompute at two levels",
+        f"{memory_bytes} bytes hold {slots} layers of {layer_bytes} bytes, but {layers} layers need {needed} "
+        f"bytes even at the best interval, {best}; give at least that, or recompute at two levels",
         needed=needed,
     )

@@ -1,0 +1,149 @@
+"""Random small profiles, and a naive twin of the simulator and the solver to hold them against."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+
+from remat.records import Entry, Kind, Mode, Phase, Profile, RegionCall, Segment, StepBytes
+
+from .build import entry, kind, profile
+
+small = st.integers(0, 40)
+
+
+@st.composite
+def kinds(draw: st.DrawFn) -> Kind:
+    """KEEP first, FULL last, recipes in between; seconds are multiples of 1/8, so that sums are exact."""
+    positions = st.sampled_from([(), (0,), (0, 1)])
+
+    def some(mode: Mode, seconds: float) -> Entry:
+        return entry(
+            mode,
+            draw(small),
+            seconds,
+            forward=draw(small),
+            backward=draw(small),
+            inputs=(0, 1) if mode is Mode.FULL else draw(positions),
+            outputs=draw(st.sampled_from([(), (), (0,)])),
+        )
+
+    between = [some(Mode.RECIPE, draw(st.integers(0, 24)) / 8) for _ in range(draw(st.integers(0, 2)))]
+    return kind(some(Mode.KEEP, 0.0), *between, some(Mode.FULL, draw(st.integers(0, 24)) / 8))
+
+
+@st.composite
+def profiles(draw: st.DrawFn, *, nested: bool | None = None) -> Profile:
+    """A few calls of a few kinds, random wiring, glue between; backward in reverse order, or not."""
+    menu = draw(st.lists(kinds(), min_size=1, max_size=2))
+    count = draw(st.integers(1, 5))
+    sizes = [draw(small) for _ in range(2)]
+    calls = []
+    for i in range(count):
+        inputs = draw(st.lists(st.integers(0, len(sizes) - 1), max_size=2, unique=True))
+        if i and draw(st.booleans()):
+            inputs = [*calls[-1].outputs[:1], *inputs[:1]]
+        outputs = tuple(range(len(sizes), len(sizes) + draw(st.integers(1, 2))))
+        sizes.extend(draw(small) for _ in outputs)
+        which = draw(st.integers(0, len(menu) - 1))
+        inputs = list(dict.fromkeys(inputs))
+        calls.append(RegionCall(f"r{i}", 0, which, "t", tuple(inputs), outputs))
+    order = list(range(count - 1, -1, -1))
+    if nested is False or (nested is None and draw(st.booleans())):
+        order = list(draw(st.permutations(order)))
+        order = order[: draw(st.integers(0, count))]
+    walk = [(Phase.FORWARD, i) for i in range(count)] + [(Phase.BACKWARD, i) for i in order]
+    segments, gradients = [], 0
+    for phase, call in walk:
+        if draw(st.booleans()):
+            segments.append(_segment(draw, phase, -1, gradients))
+        gradients += draw(small) if phase is Phase.BACKWARD else 0
+        segments.append(_segment(draw, phase, call, gradients))
+    step = StepBytes(
+        parameters=draw(small),
+        buffers=draw(small),
+        gradients=gradients,
+        optimizer_state=draw(st.sampled_from([0, 7])),
+        optimizer_temporary=draw(st.sampled_from([0, 60])),
+        other=draw(small),
+    )
+    return profile(
+        menu,
+        calls,
+        segments,
+        boundary_bytes=sizes,
+        step=step,
+        accumulate=draw(st.booleans()),
+        step_seconds=10.0,
+    )
+
+
+def _segment(draw: st.DrawFn, phase: Phase, call: int, gradients: int) -> Segment:
+    start = draw(st.integers(0, 80))
+    return Segment(phase, call, start, start + draw(small), draw(st.integers(0, 80)), gradients)
+
+
+def naive_peaks(given: Profile, choices: Sequence[int]) -> list[int]:
+    """The peak of every segment, straight from the definitions, one segment and one call at a time."""
+    menus = [given.kinds[call.kind].menu for call in given.calls]
+    chosen = [menu[choice] for menu, choice in zip(menus, choices, strict=True)]
+    full = [next(e for e in menu if e.mode is Mode.FULL) for menu in menus]
+    forward = {s.call: k for k, s in enumerate(given.segments) if s.phase is Phase.FORWARD and s.call >= 0}
+    backward = {s.call: k for k, s in enumerate(given.segments) if s.phase is Phase.BACKWARD and s.call >= 0}
+    peaks = []
+    for k, segment in enumerate(given.segments):
+        level = given.step.parameters + given.step.buffers + given.step.optimizer_state + given.step.other
+        level += segment.start_bytes
+        if given.accumulate:
+            level += given.step.gradients - (given.segments[k - 1].gradient_bytes if k else 0)
+        for call in range(len(given.calls)):
+            extra = chosen[call].resident_bytes - full[call].resident_bytes
+            if call in backward and forward[call] < k <= backward[call]:
+                level += extra
+            if call not in backward and forward[call] < k:
+                level += max(extra, 0)
+        for boundary, nbytes in enumerate(given.boundary_bytes):
+            makers = [i for i, call in enumerate(given.calls) if boundary in call.outputs]
+            readers = [i for i, call in enumerate(given.calls) if boundary in call.inputs]
+            if len(makers) != 1 or len(readers) != 1 or readers[0] not in backward:
+                continue
+            maker, reader = makers[0], readers[0]
+            held = (
+                chosen[reader].mode is Mode.FULL
+                or given.calls[reader].inputs.index(boundary) in chosen[reader].holds_inputs
+                or given.calls[maker].outputs.index(boundary) in chosen[maker].holds_outputs
+            )
+            if not held and forward[reader] < k < backward[reader]:
+                level -= nbytes
+        above = segment.peak_bytes - segment.start_bytes
+        if segment.call >= 0 and chosen[segment.call] != full[segment.call]:
+            mine, reference = chosen[segment.call], full[segment.call]
+            if segment.phase is Phase.FORWARD:
+                above = mine.forward_peak_bytes + max(above - reference.forward_peak_bytes, 0)
+            else:
+                above = mine.backward_peak_bytes + max(above - reference.backward_peak_bytes, 0)
+        peaks.append(level + above)
+    return peaks
+
+
+def naive_peak(given: Profile, choices: Sequence[int]) -> int:
+    step = given.step
+    resident = step.parameters + step.buffers + step.optimizer_state + step.other
+    peaks = [resident, *naive_peaks(given, choices)] if not given.segments else naive_peaks(given, choices)
+    if step.optimizer_state or step.optimizer_temporary:
+        last = given.segments[-1]
+        left = max(last.end_bytes - last.gradient_bytes, 0)
+        peaks.append(resident + step.gradients + left + step.optimizer_temporary)
+    return max(peaks)
+
+
+def all_choices(given: Profile) -> list[tuple[int, ...]]:
+    return list(itertools.product(*(range(len(given.kinds[call.kind].menu)) for call in given.calls)))
+
+
+def naive_seconds(given: Profile, choices: Sequence[int]) -> float:
+    menus = [given.kinds[call.kind].menu for call in given.calls]
+    chosen = (menu[choice].extra_seconds for menu, choice in zip(menus, choices, strict=True))
+    return given.step_seconds + sum(chosen)

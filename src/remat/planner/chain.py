@@ -6,7 +6,7 @@ reads): a smaller L is never worse. That gives
 
 - the least budget by one pass from the back, in exact integers;
 - the fastest plan by dynamic programming over (L, seconds), which also merges the many equivalent plans of a
-  model whose blocks are alike: the symmetry that makes the integer program slow (20 s, where this takes 0.1).
+  model whose blocks are alike: the symmetry that makes the integer program slow (20 s, where this takes 0.3).
 
 States that cannot lead to a better plan are cut off by the bound that the relaxed program's memory prices
 give. The list of states is first kept short, for a good plan early; a pass in which nothing that could still
@@ -44,16 +44,15 @@ class Move:
 
     option: int
     pico: int
-    held: int  # while its backward has not begun, from its own point of view
-    later: int  # for all calls after it: `held` less the boundaries that are let go
-    forward: int  # absolute bytes of its own segments, above what the calls before it hold
+    later: int  # bytes held, for all calls after it: less the boundaries that are let go
+    forward: int  # absolute peaks of its own segments, besides what the calls before it hold
     backward: int
     mask: int  # open boundaries held, after it
 
 
 @dataclass(frozen=True)
 class Link:
-    """One call of the chain: its moves per mask, and the prices and caps of its own two segments."""
+    """One call of the chain: its moves for each mask that can come before it, and its own two segments."""
 
     moves: dict[int, tuple[Move, ...]]
     forward_segment: int
@@ -69,8 +68,7 @@ class Chain:
     calls: tuple[int, ...]  # of the program, one per link; the others have one option only
     between: tuple[int, ...]
     between_segments: tuple[tuple[int, ...], ...]
-    base_bytes: tuple[int, ...]
-    needs: tuple[int, ...]  # base plus glue of each segment
+    needs: tuple[int, ...]  # absolute bytes reached in each segment, besides L and the link's own
 
 
 def chain(problem: Program) -> Chain | None:
@@ -94,7 +92,6 @@ def chain(problem: Program) -> Chain | None:
         calls=tuple(links),
         between=between,
         between_segments=where,
-        base_bytes=problem.base_bytes,
         needs=tuple(needs),
     )
 
@@ -210,7 +207,6 @@ def _move(
     return Move(
         option=number,
         pico=round(option.seconds * _PICO),
-        held=option.held_bytes,
         later=later,
         forward=needs[span.forward] + above[span.forward],
         backward=needs[span.backward] + above[span.backward] + option.held_bytes,

@@ -13,6 +13,9 @@ BIN := .venv/bin
 demo: $(STAMP)
 	$(BIN)/remat demo
 
+# One thread for each worker: two workers with two threads each on two cores spin, and take ten times longer.
+test test-all: export OMP_NUM_THREADS = 1
+
 test: $(STAMP)
 	$(BIN)/pytest -n $(WORKERS) -m "not slow"
 

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from remat.api import Handle, apply, fit, largest, plan, profile, verify
+    from remat.api import Handle, apply, fit, plan, profile, verify
     from remat.check.measure import Measurement, measure
     from remat.check.verify import Verification
     from remat.errors import (
@@ -58,7 +58,6 @@ __all__ = [
     "enable",
     "fit",
     "gradient_checkpoint_forward",
-    "largest",
     "measure",
     "plan",
     "profile",
@@ -90,7 +89,6 @@ _EXPORTS: dict[str, str] = {
     "enable": "remat.run.byhand",
     "fit": "remat.api",
     "gradient_checkpoint_forward": "remat.run.checkpoint",
-    "largest": "remat.api",
     "measure": "remat.check.measure",
     "plan": "remat.api",
     "profile": "remat.api",

@@ -177,7 +177,11 @@ def workload(name: str, runs: int) -> dict[str, Any]:
             f"replay {entry.recipe.replay_seconds * 1e3 if entry.recipe else 0:.3f} ms"
         )
     for share in SHARES[name]:
-        plan = remat.plan(profile, activations=share)
+        try:
+            plan = remat.plan(profile, activations=share)
+        except remat.BudgetError as error:
+            print(f"{name}: {share}: {error}")
+            continue
         predicted = plan.predicted_seconds / plan.plain_seconds
         for check in (True, False) if share == SHARES[name][0] else (True,):
             handle = remat.apply(model, plan, check=check)
@@ -190,7 +194,7 @@ def workload(name: str, runs: int) -> dict[str, Any]:
                 "predicted_peak_ratio": (plan.predicted_peak_bytes - resident) / rows[label]["peak"],
             }
             print(f"      fallbacks {fallbacks}, predicted/measured peak {rows[label]['predicted_peak_ratio']:.4f}")
-    verification = remat.verify(model, batch, remat.plan(profile, activations=SHARES[name][-1]))
+    verification = remat.verify(model, batch, remat.plan(profile, activations=SHARES[name][0]))
     print(f"{name}: {verification}", flush=True)
     return {"rows": rows, "profile_seconds": seconds, "verification": str(verification)}
 

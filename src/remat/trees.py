@@ -6,14 +6,14 @@ other object is one opaque leaf. This is the hot path of every planned region, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-__all__ = ["leaves", "map_tensors", "signature", "tensors"]
+__all__ = ["describe_call", "leaves", "map_tensors", "signature", "tensors"]
 
-_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+_PLAIN = (bool, int, float, str, bytes, torch.dtype, torch.device)
 
 
 def leaves(tree: Any, out: list[Any] | None = None) -> list[Any]:
@@ -59,29 +59,46 @@ def map_tensors(change: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     return tree
 
 
-def _describe(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return (leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad, leaf.device)
-    return leaf if isinstance(leaf, _PLAIN) else type(leaf)
+def describe_call(
+    args: tuple[Any, ...], kwargs: dict[str, Any], training: bool
+) -> tuple[tuple[Any, ...], list[torch.Tensor]]:
+    """(signature, tensors) of a call, in one walk over its arguments.
+
+    The signature is hashable: two calls with equal signatures run the same operations, unless their Python
+    code decides otherwise. Tensors count by shape, stride, dtype, device and requires_grad; numbers and text
+    by value; other objects by type.
+    """
+    found: list[torch.Tensor] = []
+    parts: list[Any] = [training]
+    for arg in args:
+        _note(arg, parts, found)
+    for name, arg in kwargs.items():
+        parts.append(name)
+        _note(arg, parts, found)
+    device = found[0].device.type if found else "cpu"
+    if torch.is_autocast_enabled(device):
+        parts.append(torch.get_autocast_dtype(device))
+    return tuple(parts), found
 
 
-def _structure(tree: Any) -> Any:
-    if isinstance(tree, (tuple, list)):
-        return (type(tree), *map(_structure, tree))
-    if isinstance(tree, dict):
-        return (type(tree), *((key, _structure(item)) for key, item in tree.items()))
-    return _describe(tree)
+def _note(tree: Any, parts: list[Any], found: list[torch.Tensor]) -> None:
+    if isinstance(tree, torch.Tensor):
+        found.append(tree)
+        parts.append((tree.shape, tree.stride(), tree.dtype, tree.requires_grad, tree.device))
+    elif tree is None or isinstance(tree, _PLAIN):
+        parts.append(tree)
+    elif isinstance(tree, (tuple, list)):
+        parts += (type(tree), len(tree))
+        for item in tree:
+            _note(item, parts, found)
+    elif isinstance(tree, dict):
+        parts += (type(tree), len(tree))
+        for name, item in tree.items():
+            parts.append(name)
+            _note(item, parts, found)
+    else:
+        parts.append(type(tree))
 
 
 def signature(args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> tuple[Any, ...]:
-    """Hashable: two calls with equal signatures run the same operations, unless their Python code decides
-    otherwise. Tensors count by shape, stride, dtype, device and requires_grad; numbers and text by value;
-    other objects by type."""
-    return (_structure(args), _structure(kwargs), training, _autocast_state(args))
-
-
-def _autocast_state(args: Iterable[Any]) -> Any:
-    device = next((leaf.device.type for leaf in leaves(tuple(args)) if isinstance(leaf, torch.Tensor)), "cpu")
-    if torch.is_autocast_enabled(device):
-        return (device, torch.get_autocast_dtype(device))
-    return None
+    return describe_call(args, kwargs, training)[0]

@@ -19,43 +19,52 @@ from typing import Any
 import torch
 
 from remat.errors import CaptureError
-from remat.records import Arg, Const, Op, Recipe, Ref, RegionGraph, Saved
+from remat.records import Arg, Const, Op, Recipe, Ref, RegionGraph, Saved, Source
 from remat.run.replay import OVERWRITES, constant, overload, twin
 from remat.run.spotcheck import Grid, sample_grid
 
-__all__ = ["Program", "Slot", "Tap", "compile_recipe"]
+__all__ = ["Program", "Slot", "compile_recipe"]
 
 _DEEPEST_CHAIN = 300  # nested calls of generated functions; Python allows about 1,000
 
 
-@dataclass(frozen=True)
-class Tap:
-    """A kept tensor that rebuilding reads, and where it is found when the region returns."""
-
-    kind: str  # "saved", "input", "module_input", "module_output", "parameter"
-    position: int = 0  # input: among the region's tensors; saved: index into Program's found nodes
-    attribute: str = ""
-    item: int = -1
-    name: str = ""  # submodule, or parameter
-    call: int = 0
-    shape: tuple[int, ...] = ()
-    stride: tuple[int, ...] = ()
-    dtype: torch.dtype = torch.float32
+# Bindings that Python reaches faster than the operator itself; called with the same arguments, below autograd,
+# they dispatch to the very same kernel.
+_FAST: dict[str, Callable[..., Any]] = {
+    "aten.add.Tensor": torch.add,
+    "aten.addmm.default": torch.addmm,
+    "aten.bmm.default": torch.bmm,
+    "aten.cat.default": torch.cat,
+    "aten.clone.default": torch.clone,
+    "aten.cos.default": torch.cos,
+    "aten.div.Tensor": torch.div,
+    "aten.exp.default": torch.exp,
+    "aten.mean.dim": torch.mean,
+    "aten.mm.default": torch.mm,
+    "aten.mul.Tensor": torch.mul,
+    "aten.native_layer_norm.default": torch.native_layer_norm,
+    "aten.neg.default": torch.neg,
+    "aten.pow.Tensor_Scalar": torch.pow,
+    "aten.relu.default": torch.relu,
+    "aten.rsqrt.default": torch.rsqrt,
+    "aten.sigmoid.default": torch.sigmoid,
+    "aten.sin.default": torch.sin,
+    "aten.sub.Tensor": torch.sub,
+    "aten.tanh.default": torch.tanh,
+}
 
 
 @dataclass(frozen=True)
 class Slot:
     """A saved tensor that is dropped."""
 
-    node: int  # index into Program's found nodes
-    attribute: str
-    item: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     grid: Grid  # where the spot check looks
-    needs: tuple[int, ...]  # taps that rebuilding reads, however far back
-    rebuild: Callable[[list[Any], list[Any]], torch.Tensor]
+    checked: bool  # whether it looks: the deepest of a chain answers for the whole chain
+    needs: tuple[int, ...]  # kept tensors that rebuilding reads, however far back
+    rebuild: Callable[[Any, list[Any]], torch.Tensor]
     label: str
     source: str
 
@@ -64,26 +73,37 @@ class Slot:
 class Program:
     """What a region with this recipe does when its forward has returned, and when backward asks.
 
-    `find(outputs)` walks the autograd graph and gives the nodes that taps and slots live on, or the number
-    of the first node that is not as it was captured.
+    `find(outputs)` walks the autograd graph: the nodes that matter, or the number of the first one that is
+    not as captured. `collect(nodes, parameters, inputs, seen)` reads the kept tensors that rebuilding needs,
+    or gives the number of the first one that is not as captured. `spread(kept)` deals them out to the slots.
+    `hook(nodes, holders, unpack)` puts the holders in.
     """
 
-    find: Callable[[list[torch.Tensor]], tuple[Any, ...] | int]
-    taps: tuple[Tap, ...]
+    find: Callable[[list[torch.Tensor]], Any]
+    collect: Callable[[Any, list[torch.Tensor], list[torch.Tensor], Any], Any]
+    spread: Callable[[Any], tuple[list[Any], ...]]
+    hook: Callable[[Any, list[Any], Any], None]
     slots: tuple[Slot, ...]
+    parameters: tuple[str, ...]  # names that `collect` wants the tensors of
+    modules: frozenset[str]  # submodules whose inputs or outputs it reads
+    kept: tuple[str, ...]  # what each kept tensor is, for messages
     memo_size: int
-    dropped_bytes: int
     replayed_ops: int
-    text: str  # the generated code, for explain and for debugging
-
-    @property
-    def modules(self) -> frozenset[str]:
-        """Submodules whose inputs or outputs are tapped."""
-        return frozenset(tap.name for tap in self.taps if tap.kind.startswith("module"))
+    text: str  # the generated code, for debugging
 
 
 def compile_recipe(graph: RegionGraph, recipe: Recipe, device: torch.device) -> Program:
+    """Raises CaptureError if the recipe cannot be carried out."""
     return _Compiler(graph, recipe, device).compile()
+
+
+@dataclass(frozen=True)
+class _Tap:
+    """A kept tensor that rebuilding reads: an expression that finds it, and what it must look like."""
+
+    expression: str
+    text: str
+    value: int
 
 
 @dataclass
@@ -91,8 +111,10 @@ class _Compiler:
     graph: RegionGraph
     recipe: Recipe
     device: torch.device
-    taps: list[Tap] = field(default_factory=list)
-    tap_of: dict[int, int] = field(default_factory=dict)  # value -> tap that is exactly this value
+    taps: list[_Tap] = field(default_factory=list)
+    tap_of: dict[int, int] = field(default_factory=dict)  # value -> its place among the taps
+    parameters: list[str] = field(default_factory=list)
+    modules: set[str] = field(default_factory=set)
     names: dict[str, Any] = field(default_factory=dict)  # namespace of the generated code
     lines: list[str] = field(default_factory=list)
     memo: dict[int, int] = field(default_factory=dict)
@@ -105,20 +127,27 @@ class _Compiler:
         self._plan_memo(dropped)
         for op_index in sorted({self._op_of(v) for v in self.needed}):
             self._emit_op(op_index)
-        pieces = [self._emit_slot(number, saved) for number, saved in enumerate(dropped)]
+        for number, saved in enumerate(dropped):
+            self._emit_slot(number, saved)
+        needs = [self._needs(saved.value) for saved in dropped]
+        self._emit_hook(dropped)
+        self._emit_collect()
+        self._emit_spread(needs)
         self._emit_find()
         text = "\n".join(self.lines)
-        self.names |= {"twin": twin, "values": self.graph.values, "device": self.device}
+        self.names |= {"twin": twin, "values": self.graph.values, "device": self.device, "saved": saved_of}
         exec(compile(text, "<remat recipe>", "exec"), self.names)
-        slots = tuple(self._slot(number, saved, needs) for number, (saved, needs) in enumerate(pieces))
+        checked = self._checked(dropped)
         return Program(
             find=self.names["find"],
-            taps=tuple(self.taps),
-            slots=slots,
+            collect=self.names["collect"],
+            spread=self.names["spread"],
+            hook=self.names["hook"],
+            slots=tuple(self._slot(n, saved, needs[n], n in checked) for n, saved in enumerate(dropped)),
+            parameters=tuple(self.parameters),
+            modules=frozenset(self.modules),
+            kept=tuple(tap.text for tap in self.taps),
             memo_size=len(self.memo),
-            dropped_bytes=sum(
-                self.graph.storages[s].nbytes for s in {self.graph.values[saved.value].storage for saved in dropped}
-            ),
             replayed_ops=len(self.recipe.replayed),
             text=text,
         )
@@ -127,19 +156,23 @@ class _Compiler:
 
     def _places(self) -> None:
         """For each kept storage the tensors by which it can be reached, the cheapest to reach first."""
-        self.places: dict[int, list[tuple[int, Any]]] = collections.defaultdict(list)
+        self.places: dict[int, list[tuple[int, Saved | Source]]] = collections.defaultdict(list)
         gone = set(self.recipe.dropped)
+        for source in self.graph.sources:
+            if source.kind == "input":
+                self._place(source.value, source)
         for index, saved in enumerate(self.graph.saved):
             if index not in gone:
                 self._place(saved.value, saved)
-        for source in sorted(self.graph.sources, key=lambda source: source.kind != "input"):
-            self._place(source.value, source)
+        for source in self.graph.sources:
+            if source.kind != "input":
+                self._place(source.value, source)
 
-    def _place(self, value: int, where: Any) -> None:
+    def _place(self, value: int, where: Saved | Source) -> None:
         if self.graph.values[value].storage in self.kept and self.graph.values[value].held:
             self.places[self.graph.values[value].storage].append((value, where))
 
-    def _reachable(self, value: int) -> tuple[int, Any] | None:
+    def _reachable(self, value: int) -> tuple[int, Saved | Source] | None:
         """A live tensor of the same memory, dtype and bits, exactly this value if there is one."""
         wanted = self.graph.values[value]
         if not wanted.held:
@@ -153,20 +186,34 @@ class _Compiler:
                 found = (other, where)
         return found
 
-    def _tap(self, value: int, where: Any) -> int:
-        if value in self.tap_of:
-            return self.tap_of[value]
-        meta = self.graph.values[value]
-        layout: dict[str, Any] = dict(shape=meta.shape, stride=meta.stride, dtype=getattr(torch, meta.dtype))
-        if where is None:
-            tap = Tap("parameter", name=meta.parameter, **layout)
-        elif isinstance(where, Saved):
-            tap = Tap("saved", self._node(where.node), where.attribute, where.item, **layout)
-        else:
-            tap = Tap(where.kind, where.position, name=where.module, call=where.call, **layout)
-        self.tap_of[value] = len(self.taps)
-        self.taps.append(tap)
+    def _tap(self, value: int, where: Saved | Source | None) -> int:
+        if value not in self.tap_of:
+            self.tap_of[value] = len(self.taps)
+            self.taps.append(_Tap(*self._find_expression(value, where), value))
         return self.tap_of[value]
+
+    def _find_expression(self, value: int, where: Saved | Source | None) -> tuple[str, str]:
+        """How `collect(n, p, i, z)` reaches a kept tensor, and what to call it.
+
+        What autograd saved is detached, because it knows its node, and a node that holds itself is never
+        freed. Inputs and parameters come from before the region and cannot make such a cycle.
+        """
+        if where is None:
+            name = self.graph.values[value].parameter
+            if name not in self.parameters:
+                self.parameters.append(name)
+            return f"p[{self.parameters.index(name)}]", f"parameter {name}"
+        if isinstance(where, Saved):
+            node = f"n[{self._node(where.node)}]"
+            if where.item < 0:
+                read = f"{node}._saved_{where.attribute.removeprefix('_raw_saved_')}"
+            else:
+                read = f"saved({node}, {where.attribute!r})[{where.item}]"
+            return f"{read}.detach()", f"{where.attribute} of node {where.node}"
+        if where.kind == "input":
+            return f"i[{where.position}]", f"input {where.position}"
+        self.modules.add(where.module)
+        return f"z[{where.module!r}, {where.kind!r}, {where.call}][{where.position}]", f"{where.kind} of {where.module}"
 
     def _node(self, node: int) -> int:
         if node not in self.nodes:
@@ -185,6 +232,19 @@ class _Compiler:
         meta = self.graph.values[value]
         return bool(meta.free and meta.parameter) or self._reachable(value) is not None
 
+    def _base(self, value: int) -> int:
+        """The value that this one is a plain view of, however many views lie between."""
+        while not self._is_tap(value):
+            op = self.graph.ops[self._op_of(value)]
+            if not op.view or not op.inputs:
+                break
+            below, above = self.graph.values[op.inputs[0]], self.graph.values[value]
+            same = (below.storage, below.epoch, below.dtype, below.bits)
+            if same != (above.storage, above.epoch, above.dtype, above.bits):
+                break
+            value = op.inputs[0]
+        return value
+
     def _plan_memo(self, dropped: list[Saved]) -> None:
         """Walk backward once: which values are computed, how often read, and by which slot last."""
         self.needed: dict[int, None] = {}
@@ -192,6 +252,7 @@ class _Compiler:
         readers: collections.Counter[int] = collections.Counter()
 
         def touch(value: int, slot: int, depth: int) -> None:
+            value = self._base(value)
             if self._is_tap(value):
                 return
             if depth > _DEEPEST_CHAIN:
@@ -201,34 +262,58 @@ class _Compiler:
             if value in self.needed:
                 return
             self.needed[value] = None
-            op = self.graph.ops[self._op_of(value)]
-            for read in op.inputs:
+            for read in self.graph.ops[self._op_of(value)].inputs:
                 touch(read, slot, depth + 1)
 
         for slot, saved in enumerate(dropped):
             touch(saved.value, slot, 0)
         made_together = collections.Counter(self._op_of(value) for value in self.needed)
         for value in self.needed:
-            # A parameter's view costs nothing; a value read once goes straight to its reader.
-            several = made_together[self._op_of(value)] > 1
-            if several or (readers[value] > 1 and not self.graph.values[value].free):
+            # A value that is read once goes straight to its reader.
+            if made_together[self._op_of(value)] > 1 or readers[value] > 1:
                 self.memo[value] = len(self.memo)
+
+    def _checked(self, dropped: list[Saved]) -> set[int]:
+        """Slots that together rest on every replayed operation: a wrong number anywhere shows in one of them."""
+        covered: set[int] = set()
+        chosen = set()
+        for number, saved in enumerate(dropped):  # backward asks for the end of a chain first
+            below = self._ops_below(saved.value)
+            if not below <= covered or not below:
+                chosen.add(number)
+                covered |= below
+        return chosen
+
+    def _ops_below(self, value: int) -> set[int]:
+        found: set[int] = set()
+        pending = [self._base(value)]
+        while pending:
+            current = self._base(pending.pop())
+            if not self._is_tap(current) and self._op_of(current) not in found:
+                found.add(self._op_of(current))
+                pending.extend(self.graph.ops[self._op_of(current)].inputs)
+        return found
 
     # -- code
 
     def _expression(self, value: int) -> str:
-        meta = self.graph.values[value]
+        base = self._base(value)
+        meta = self.graph.values[base]
         if meta.free and meta.parameter:
-            return f"s[{self._tap(value, None)}]"
-        reach = self._reachable(value)
-        if reach is None:
-            return f"g{value}(s, m)"
-        other, where = reach
-        tap = f"s[{self._tap(other, where)}]"
-        if other == value:
-            return tap
-        shift = meta.offset - self.graph.values[other].offset
-        return f"{tap}.as_strided({meta.shape}, {meta.stride}, {tap}.storage_offset() + {shift})"
+            text, at = f"s[{self._tap(base, None)}]", base
+        elif (reach := self._reachable(base)) is not None:
+            text, at = f"s[{self._tap(*reach)}]", reach[0]
+        else:
+            text, at = f"g{base}(s, m)", base
+        return text if at == value else self._view(text, at, value)
+
+    def _view(self, text: str, base: int, value: int) -> str:
+        """Any view of plain memory is one as_strided; offsets are relative, since a run may start elsewhere."""
+        below, above = self.graph.values[base], self.graph.values[value]
+        shift = above.offset - below.offset
+        if shift == 0:
+            return f"{text}.as_strided({above.shape}, {above.stride})"
+        return f"shifted({text}, {above.shape}, {above.stride}, {shift})"
 
     def _argument(self, arg: Arg) -> str:
         if isinstance(arg, Ref):
@@ -259,7 +344,7 @@ class _Compiler:
             self.lines += ["    " + line for line in call]
             for other in made:
                 self.lines.append(f"        m[{self.memo[other]}] = {results[other]}")
-            self.lines += [f"        v = m[{self.memo[value]}]", "    return v"]
+            self.lines += [f"        v = {results[value]}", "    return v"]
 
     def _call(self, op: Op) -> tuple[list[str], dict[int, str]]:
         """Lines that run the operation, and for each value it gives the expression that holds it."""
@@ -280,20 +365,18 @@ class _Compiler:
 
         args = [argument(place, arg) for place, arg in enumerate(op.args)]
         args += [f"{name}={argument(names.index(name), arg)}" for name, arg in op.kwargs]
-        lines.append(f"    r = {self._name('f', function)}({', '.join(args)})")
+        lines.append(f"    r = {self._name('f', _FAST.get(op.name, function))}({', '.join(args)})")
         for place, value in enumerate(op.outputs):
             if value >= 0:
                 results.setdefault(value, "r" if len(op.outputs) == 1 else f"r[{place}]")
         return lines, results
 
-    def _emit_slot(self, number: int, saved: Saved) -> tuple[Saved, tuple[int, ...]]:
+    def _emit_slot(self, number: int, saved: Saved) -> None:
         release = [f"m[{self.memo[v]}]" for v in self.memo if self.last[v] == number]
         self.lines += [f"def u{number}(s, m):", f"    v = {self._expression(saved.value)}"]
         if release:
             self.lines.append(f"    {' = '.join(release)} = None")
         self.lines.append("    return v")
-        self._node(saved.node)  # `find`, which is written last, has to give it
-        return saved, self._needs(saved.value)
 
     def _needs(self, value: int) -> tuple[int, ...]:
         """Taps that this value rests on, whatever the memo may hold."""
@@ -301,20 +384,47 @@ class _Compiler:
         seen: set[int] = set()
         pending = [value]
         while pending:
-            current = pending.pop()
+            current = self._base(pending.pop())
             if current in seen:
                 continue
             seen.add(current)
             meta = self.graph.values[current]
             if meta.free and meta.parameter:
                 taps.add(self._tap(current, None))
-                continue
-            reach = self._reachable(current)
-            if reach is not None:
+            elif (reach := self._reachable(current)) is not None:
                 taps.add(self._tap(*reach))
             else:
                 pending.extend(self.graph.ops[self._op_of(current)].inputs)
         return tuple(sorted(taps))
+
+    def _emit_hook(self, dropped: list[Saved]) -> None:
+        self.lines.append("def hook(n, h, unpack):")
+        for number, saved in enumerate(dropped):
+            item = "" if saved.item < 0 else f"[{saved.item}]"
+            node = f"n[{self._node(saved.node)}]"
+            self.lines.append(f"    {node}.{saved.attribute}{item}.register_hooks(h[{number}].pack, unpack)")
+
+    def _emit_collect(self) -> None:
+        self.lines += ["def shifted(t, shape, stride, shift):"]
+        self.lines += ["    return t.as_strided(shape, stride, t.storage_offset() + shift)"]
+        self.lines.append("def collect(n, p, i, z):")
+        for number, tap in enumerate(self.taps):
+            meta = self.graph.values[tap.value]
+            dtype = self._name("d", getattr(torch, meta.dtype))
+            self.lines.append(f"    s{number} = {tap.expression}")
+            self.lines.append(
+                f"    if s{number}.shape != {meta.shape} or s{number}.dtype is not {dtype} "
+                f"or s{number}.stride() != {meta.stride}: return {number}"
+            )
+        self.lines.append(f"    return ({''.join(f's{number}, ' for number in range(len(self.taps)))})")
+
+    def _emit_spread(self, needs: list[tuple[int, ...]]) -> None:
+        self.lines.append("def spread(s):")
+        rows = [
+            "[" + ", ".join(f"s[{tap}]" if tap in wanted else "None" for tap in range(len(self.taps))) + "]"
+            for wanted in needs
+        ]
+        self.lines.append(f"    return ({', '.join(rows)},)")
 
     def _emit_find(self) -> None:
         """Every node of the graph is visited and its name compared, also where nothing is dropped."""
@@ -328,19 +438,23 @@ class _Compiler:
         found = "".join(f"n{index}, " for index in self.nodes)
         self.lines.append(f"    return ({found})")
 
-    def _slot(self, number: int, saved: Saved, needs: tuple[int, ...]) -> Slot:
+    def _slot(self, number: int, saved: Saved, needs: tuple[int, ...], checked: bool) -> Slot:
         meta = self.graph.values[saved.value]
         op = self.graph.ops[self._op_of(saved.value)]
         return Slot(
-            node=self._node(saved.node),
-            attribute=saved.attribute,
-            item=saved.item,
             shape=meta.shape,
             stride=meta.stride,
             dtype=getattr(torch, meta.dtype),
             grid=sample_grid(meta.shape, meta.stride),
+            checked=checked,
             needs=needs,
             rebuild=self.names[f"u{number}"],
             label=f"{op.name} {list(meta.shape)} {meta.dtype}",
             source=op.source,
         )
+
+
+def saved_of(node: Any, attribute: str) -> Any:
+    """A list of saved tensors: a Python function's node keeps it under another name than a C++ node."""
+    name = "_saved_" + attribute.removeprefix("_raw_saved_")
+    return getattr(node, name) if hasattr(node, name) else node.saved_tensors

@@ -12,23 +12,23 @@ forwards before a backward, retain_graph, a forward that is never backwarded and
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from remat._torch_private import in_functorch
+from remat._torch_private import below_autograd, in_functorch
 from remat.errors import RecomputeError
 from remat.records import Mode
 from remat.run.checkpoint import checkpoint
-from remat.run.recipe import Program, Slot, Tap
-from remat.run.replay import replaying
+from remat.run.recipe import Program, Slot
+from remat.run.replay import replaying, without_autocast
 from remat.run.same import same_bits
 from remat.run.spotcheck import SpotCheck
 from remat.run.wrap import RegionStatus
-from remat.trees import signature, tensors
+from remat.trees import describe_call, tensors
 
 __all__ = ["PlannedRegion", "Variant", "region"]
 
@@ -59,13 +59,15 @@ class Variant:
 class Frame:
     """One forward of a region, as far as its backward is concerned. Held by its holders alone."""
 
-    __slots__ = ("check", "counts", "device", "memo", "name", "versions")
+    __slots__ = ("check", "counts", "device_type", "memo", "name", "program", "versions")
 
-    def __init__(self, name: str, counts: Counts, memo_size: int) -> None:
+    def __init__(self, name: str, counts: Counts, program: Program, kept: Sequence[torch.Tensor]) -> None:
         self.name = name
         self.counts = counts
-        self.memo: list[Any] = [None] * memo_size
-        self.versions: list[int] = []
+        self.program = program
+        self.memo: list[Any] = [None] * program.memo_size
+        self.versions = [tensor._version for tensor in kept]
+        self.device_type = kept[0].device.type if kept else "cpu"
         self.check: SpotCheck | None = None
 
 
@@ -74,7 +76,7 @@ class Holder:
 
     __slots__ = ("frame", "place", "slot", "sources", "tensor")
 
-    def __init__(self, frame: Frame, place: int, slot: Slot, sources: list[torch.Tensor | None]) -> None:
+    def __init__(self, frame: Frame, place: int, slot: Slot, sources: list[Any]) -> None:
         self.frame, self.place, self.slot, self.sources = frame, place, slot, sources
         self.tensor: torch.Tensor | None = None
 
@@ -96,16 +98,20 @@ def unpack(holder: Holder) -> torch.Tensor:
     """What autograd calls when it wants the saved tensor back."""
     if holder.tensor is not None:
         return holder.tensor
-    frame, sources = holder.frame, holder.sources
-    for number in holder.slot.needs:
-        if sources[number]._version != frame.versions[number]:  # type: ignore[union-attr]
+    frame, sources, slot = holder.frame, holder.sources, holder.slot
+    for number in slot.needs:
+        if sources[number]._version != frame.versions[number]:
             raise RecomputeError(
-                f"region {frame.name}: a tensor that {holder.slot.label} ({holder.slot.source}) is rebuilt from was "
-                f"modified in place after the forward pass (version {sources[number]._version}, "  # type: ignore[union-attr]
-                f"expected {frame.versions[number]}); clone it before writing to it, or exclude the region"
+                f"region {frame.name}: {frame.program.kept[number]}, from which {slot.label} ({slot.source}) is "
+                f"rebuilt, was modified in place after the forward pass (version {sources[number]._version}, "
+                f"expected {frame.versions[number]}); clone it before writing to it"
             )
-    with replaying():
-        tensor = holder.slot.rebuild(sources, frame.memo)
+    with below_autograd():
+        if torch.is_autocast_enabled(frame.device_type):
+            with without_autocast():
+                tensor = slot.rebuild(sources, frame.memo)
+        else:
+            tensor = slot.rebuild(sources, frame.memo)
         if frame.check is not None:
             frame.check.see(holder.place, tensor)
     frame.counts.rebuilt += 1
@@ -157,9 +163,10 @@ class PlannedRegion:
     check: bool = True
     shadow: bool = False  # compare every rebuilt tensor with the real one, when the region returns
     turn: int = 0  # which step of the rotation takes this region's checksums
-    turns: int = 1
+    turns: int = 0  # steps of a whole rotation; 0: no checksums
     counts: Counts = field(default_factory=Counts)
     known: dict[Any, Variant] = field(default_factory=dict)  # by the signature itself
+    owners: dict[int, list[tuple[dict[str, Any], str]]] = field(default_factory=dict)
     owner: str = "remat.apply"
 
     def __deepcopy__(self, memo: Any) -> PlannedRegion:
@@ -172,22 +179,21 @@ class PlannedRegion:
         if counts.in_backward:
             counts.in_backward, counts.rebuilt = False, 0
         counts.calls += 1
-        variant = self._variant(args, kwargs, module.training)
+        key, inputs = describe_call(args, kwargs, module.training)
+        variant = self.known.get(key) or self._variant(key)
         if variant.mode is Mode.KEEP or in_functorch():
             return forward(*args, **kwargs)
         if variant.program is None:
             return checkpoint(forward, *args, **kwargs)
-        return self._run_recipe(variant.program, module, forward, args, kwargs)
+        return self._run_recipe(variant.program, module, forward, args, kwargs, inputs)
 
-    def _variant(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Variant:
-        key = signature(args, kwargs, training)
-        variant = self.known.get(key)
+    def _variant(self, key: tuple[Any, ...]) -> Variant:
+        """The variant of a signature that is seen for the first time."""
+        variant = self.variants.get(repr(key))
         if variant is None:
-            variant = self.variants.get(repr(key))
-            if variant is None:
-                self._fall_back("an input signature that was not planned")
-                variant = Variant(Mode.FULL)
-            self.known[key] = variant
+            self._fall_back("an input signature that was not planned")
+            variant = Variant(Mode.FULL)
+        self.known[key] = variant
         return variant
 
     def _run_recipe(
@@ -197,6 +203,7 @@ class PlannedRegion:
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        inputs: list[torch.Tensor],
     ) -> Any:
         if not program.modules:
             output = forward(*args, **kwargs)
@@ -211,7 +218,7 @@ class PlannedRegion:
                 taps.pop()
         outputs = [tensor for tensor in tensors(output) if tensor.grad_fn is not None]
         if outputs:
-            problem = self._drop(program, module, outputs, tensors((args, kwargs)), seen)
+            problem = self._drop(program, module, outputs, inputs, seen)
             if problem:
                 self._fall_back(problem)
                 if self.counts.fallbacks >= _FALLBACKS_BEFORE_FULL:
@@ -229,46 +236,49 @@ class PlannedRegion:
         """Replace saved tensors by holders. Returns why not, if not: then nothing was let go."""
         try:
             nodes = program.find(outputs)
-        except (AttributeError, IndexError):
-            return "the autograd graph ends elsewhere than captured"
-        if isinstance(nodes, int):
-            return f"node {nodes} of the autograd graph is not the one captured"
-        frame = Frame(self.name, self.counts, program.memo_size)
-        sources: list[torch.Tensor] = []
-        for tap in program.taps:
-            tensor = _read_tap(tap, nodes, module, inputs, seen)
-            if tensor is None or tensor.shape != tap.shape or tensor.dtype is not tap.dtype:
-                return f"{tap.kind} {tap.name or tap.attribute or tap.position} is not as captured"
-            sources.append(tensor)
-            frame.versions.append(tensor._version)
+            if type(nodes) is int:
+                return f"node {nodes} of the autograd graph is not the one captured"
+            kept = program.collect(nodes, self._parameters(program, module), inputs, seen)
+            if type(kept) is int:
+                return f"{program.kept[kept]} is not as captured"
+        except (AttributeError, IndexError, KeyError, TypeError, RuntimeError) as error:
+            return f"the autograd graph is not the one captured ({type(error).__name__}: {error})"
+        frame = Frame(self.name, self.counts, program, kept)
         holders = [
-            Holder(frame, place, slot, [t if n in slot.needs else None for n, t in enumerate(sources)])
-            for place, slot in enumerate(program.slots)
+            Holder(frame, place, slot, sources)
+            for place, (slot, sources) in enumerate(zip(program.slots, program.spread(kept), strict=True))
         ]
+        try:
+            program.hook(nodes, holders, unpack)
+        except RuntimeError:
+            return "another saved-tensor hook is active (an outer checkpoint, save_on_cpu)"
         for holder in holders:
-            slot = holder.slot
-            saved = getattr(nodes[slot.node], slot.attribute)
-            try:
-                (saved if slot.item < 0 else saved[slot.item]).register_hooks(holder.pack, unpack)
-            except RuntimeError:
-                return "another saved-tensor hook is active (an outer checkpoint, save_on_cpu)"
             if not holder.is_as_captured():
-                return f"{slot.label} ({slot.source}) has another shape, stride or dtype now"
-        if self.shadow:
-            problem = self._shadow(holders)
-            if problem:
-                return problem
+                return f"{holder.slot.label} ({holder.slot.source}) has another shape, stride or dtype now"
+        if self.shadow and (problem := self._shadow(holders)):
+            return problem
         if self.check:
             frame.check = self._spot_check(program, holders)
         for holder in holders:
             holder.tensor = None
         return ""
 
+    def _parameters(self, program: Program, module: nn.Module) -> list[Any]:
+        """Looked up at every call: FSDP swaps them, functional_call replaces them. Only where is remembered."""
+        owners = self.owners.get(id(program))
+        if owners is None:
+            owners = self.owners[id(program)] = [_owner(module, name) for name in program.parameters]
+        return [tensors[name] for tensors, name in owners]
+
     def _spot_check(self, program: Program, holders: list[Holder]) -> SpotCheck:
-        dropped = [holder.tensor for holder in holders if holder.tensor is not None]
         number = self.counts.calls
         return SpotCheck(
-            dropped, program.slots, self._report(program), phase=number, whole=number % self.turns == self.turn
+            [holder.tensor for holder in holders],  # type: ignore[misc]
+            [slot.grid for slot in program.slots],
+            [place for place, slot in enumerate(program.slots) if slot.checked],
+            self._report(program),
+            phase=number,
+            whole=self.turns > 0 and number % self.turns == self.turn,
         )
 
     def _report(self, program: Program) -> Callable[[int], str]:
@@ -321,29 +331,8 @@ class PlannedRegion:
         )
 
 
-def _read_tap(
-    tap: Tap,
-    nodes: tuple[Any, ...],
-    module: nn.Module,
-    inputs: list[torch.Tensor],
-    seen: dict[tuple[str, str, int], list[torch.Tensor]],
-) -> torch.Tensor | None:
-    """A kept tensor, detached: a holder that held the graph would be a cycle."""
-    try:
-        if tap.kind == "saved":
-            content = _saved(nodes[tap.position], tap.attribute)
-            return (content if tap.item < 0 else content[tap.item]).detach()  # type: ignore[no-any-return]
-        if tap.kind == "input":
-            return inputs[tap.position].detach()
-        if tap.kind == "parameter":
-            path, _, name = tap.name.rpartition(".")
-            return getattr(module.get_submodule(path), name).detach()  # type: ignore[no-any-return]
-        return seen[tap.name, tap.kind, tap.call][tap.position]
-    except (AttributeError, IndexError, KeyError, RuntimeError):
-        return None
-
-
-def _saved(node: Any, attribute: str) -> Any:
-    name = "_saved_" + attribute.removeprefix("_raw_saved_")
-    return getattr(node, name) if hasattr(node, name) else node.saved_tensors
-
+def _owner(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    """The dictionary that holds this parameter or buffer, and its name there."""
+    path, _, name = name.rpartition(".")
+    submodule = module.get_submodule(path)
+    return (submodule._parameters if name in submodule._parameters else submodule._buffers), name

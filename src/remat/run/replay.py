@@ -17,7 +17,7 @@ from remat._torch_private import below_autograd
 from remat.errors import PlanError
 from remat.records import Arg, Const, Op, Ref, RegionGraph, Value
 
-__all__ = ["decode", "overload", "replay", "replaying"]
+__all__ = ["constant", "decode", "overload", "replay", "replaying", "twin", "without_autocast"]
 
 OVERWRITES = {"aten.copy_.default", "aten.fill_.Scalar", "aten.fill_.Tensor", "aten.zero_.default"}
 
@@ -53,17 +53,22 @@ def constant(const: Const) -> Any:
 
 
 @contextmanager
+def without_autocast() -> Iterator[None]:
+    active = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    for device in active:
+        torch.set_autocast_enabled(device, False)
+    try:
+        yield
+    finally:
+        for device in active:
+            torch.set_autocast_enabled(device, True)
+
+
+@contextmanager
 def replaying() -> Iterator[None]:
     """The state in which operations were recorded: below autograd, autocast off."""
-    with below_autograd():
-        active = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
-        for device in active:
-            torch.set_autocast_enabled(device, False)
-        try:
-            yield
-        finally:
-            for device in active:
-                torch.set_autocast_enabled(device, True)
+    with below_autograd(), without_autocast():
+        yield
 
 
 def twin(value: Value, tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor:

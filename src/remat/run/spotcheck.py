@@ -1,9 +1,10 @@
 """The spot check: did replay give back what was dropped?
 
 A Python number that is baked into a recipe (a temperature, a drop-path rate) may change between steps
-without any shape changing. So a few elements of every dropped tensor are kept and compared with the replayed
-ones, on the device; and one region per step, in turn, compares a checksum over all bits. The result is read
-once, when backward ends: loss.backward() itself raises, before an optimizer can use the gradients.
+without any shape changing. So a few elements of dropped tensors are kept and compared with the replayed ones,
+on the device: of as many tensors as it takes for every replayed operation to lie behind one of them. And one
+region per step, in turn, compares a checksum over all bits of all its tensors. The result is read once, when
+backward ends: loss.backward() itself raises, before an optimizer can use the gradients.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import collections
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 
@@ -20,99 +20,118 @@ from remat._torch_private import at_end_of_backward, current_backward
 from remat.errors import RecomputeError
 from remat.run.same import bits
 
-__all__ = ["SAMPLES", "Sampled", "SpotCheck", "sample_grid"]
+__all__ = ["SAMPLES", "Grid", "SpotCheck", "sample_grid"]
 
-_GRID = 4  # 4 x 4 elements of each tensor
-SAMPLES = _GRID * _GRID
+SAMPLES = 16  # elements of each tensor
 _BACKWARDS_REMEMBERED = 16  # backwards that raised never read their checks; only so many are held
 
-
-class Sampled(Protocol):
-    """What the check needs to know of a dropped tensor."""
-
-    @property
-    def grid(self) -> Grid: ...
-
-
-Grid = tuple[tuple[int, int], tuple[int, int], int, int]
+Grid = tuple[int, int, int, int]  # number of samples, stride between them, how often it can be moved, by how much
 Report = Callable[[int], str]  # told which slot differs; gives the sentence for the error
 
 
 def sample_grid(shape: tuple[int, ...], stride: tuple[int, ...]) -> Grid:
-    """Size and stride of a grid over the two longest dimensions; how often it can be moved, and by how much."""
-    longest = sorted(range(len(shape)), key=lambda dim: shape[dim], reverse=True)[:2]
-    size, step, places, shift = [1, 1], [0, 0], 1, 0
-    for axis, dim in enumerate(longest):
-        size[axis] = min(_GRID, shape[dim])
-        spacing = shape[dim] // size[axis] if size[axis] else 0
-        step[axis] = spacing * stride[dim]
-        if axis == 0:
-            places, shift = max(spacing, 1), stride[dim]
-    return (size[0], size[1]), (step[0], step[1]), places, shift
+    """Samples spread evenly over the memory of a dense tensor, or along the longest dimension of another."""
+    count = 1
+    for size in shape:
+        count *= size
+    if not count:
+        return 0, 0, 1, 0
+    if _is_dense(shape, stride):
+        spacing = max(count // SAMPLES, 1)
+        return min(SAMPLES, count), spacing, spacing, 1
+    longest = max(range(len(shape)), key=lambda dim: shape[dim])
+    spacing = max(shape[longest] // SAMPLES, 1)
+    return min(SAMPLES, shape[longest]), spacing * stride[longest], spacing, stride[longest]
+
+
+def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    expected = 1
+    for step, size in sorted(zip(stride, shape, strict=True)):
+        if size != 1 and step != expected:
+            return False
+        expected *= size
+    return True
 
 
 class SpotCheck:
     """What one graph expects of the tensors that it dropped."""
 
-    __slots__ = ("_checksums", "_expected", "_found", "_phase", "_report", "_seen", "_slots", "_starts", "_wrong")
+    __slots__ = ("_checksums", "_expected", "_found", "_grids", "_phase", "_places", "_report", "_wrong")
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], slots: Sequence[Sampled], report: Report, *, phase: int, whole: bool
+        self,
+        tensors: Sequence[torch.Tensor],
+        grids: Sequence[Grid],
+        places: Sequence[int],
+        report: Report,
+        *,
+        phase: int,
+        whole: bool,
     ) -> None:
-        """Sample tensors that are about to be dropped. `phase` moves the grid, `whole` takes checksums too."""
-        self._slots, self._report, self._phase = slots, report, phase
-        self._starts: list[int] = []
-        start = 0
-        for slot in slots:
-            self._starts.append(start)
-            start += slot.grid[0][0] * slot.grid[0][1]
-        self._expected = torch.cat([self._sample(place, tensor) for place, tensor in enumerate(tensors)])
-        self._found = torch.empty_like(self._expected)
-        self._seen: set[int] = set()
+        """Sample those of the dropped tensors that `places` names. `phase` moves the grid, `whole` takes
+        checksums of all of them too."""
+        self._grids, self._places, self._report, self._phase = grids, places, report, phase
+        self._expected = torch.cat([self._sample(place, tensors[place]) for place in places])
+        self._found: dict[int, torch.Tensor] = {}
         self._checksums = [_checksum(tensor) for tensor in tensors] if whole else None
         self._wrong: list[tuple[int, torch.Tensor]] = []
 
     def _sample(self, place: int, tensor: torch.Tensor) -> torch.Tensor:
-        size, step, places, shift = self._slots[place].grid
-        offset = tensor.storage_offset() + self._phase % places * shift
-        grid = tensor.as_strided(size, step, offset)
-        if grid.is_complex():
-            grid = torch.view_as_real(grid)[..., 0]
-        return grid.reshape(-1)
+        count, spacing, places, shift = self._grids[place]
+        sample = tensor.as_strided((count,), (spacing,), tensor.storage_offset() + self._phase % places * shift)
+        return torch.view_as_real(sample)[:, 0] if sample.is_complex() else sample
 
     def see(self, place: int, tensor: torch.Tensor) -> None:
         """Take the same samples of the replayed tensor."""
-        if not self._seen:
+        if not self._found and not self._wrong:
             _expect(self)
-        self._seen.add(place)
-        start = self._starts[place]
-        sample = self._sample(place, tensor)
-        self._found.narrow(0, start, sample.numel()).copy_(sample)
         if self._checksums is not None:
             self._wrong.append((place, _checksum(tensor) != self._checksums[place]))
+        if place in self._places:
+            self._found[place] = self._sample(place, tensor).clone()
 
-    def differs(self) -> torch.Tensor:
-        """One flag on the device: True if anything that was seen differs in any bit."""
-        if len(self._seen) < len(self._starts):
-            return torch.stack([flag for _, flag in self._flags()]).any()
-        flag = (bits(self._expected) != bits(self._found)).any()
-        for _, wrong in self._wrong:
-            flag = flag | wrong
-        return flag
+    def samples(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """(what was expected, what was found in pieces), of the tensors that were replayed."""
+        if len(self._found) == len(self._places):
+            return self._expected, [self._found[place] for place in self._places]
+        starts, start = {}, 0
+        for place in self._places:
+            starts[place] = start
+            start += self._grids[place][0]
+        seen = [place for place in self._places if place in self._found]
+        parts = [self._expected.narrow(0, starts[place], self._grids[place][0]) for place in seen]
+        return torch.cat(parts) if parts else self._expected[:0], [self._found[place] for place in seen]
 
-    def _flags(self) -> list[tuple[int, torch.Tensor]]:
-        unequal = bits(self._expected) != bits(self._found)
-        sizes = [slot.grid[0][0] * slot.grid[0][1] for slot in self._slots]
-        flags = [(p, unequal[self._starts[p] : self._starts[p] + sizes[p]].any()) for p in sorted(self._seen)]
-        return flags + self._wrong
+    def flags(self) -> list[torch.Tensor]:
+        """Results of the checksums, on the device."""
+        return [flag for _, flag in self._wrong]
 
-    def describe(self) -> str:
-        """The sentence for the first slot that differs, in the order of the forward pass."""
-        return self._report(max(place for place, flag in self._flags() if bool(flag)))
+    def describe(self) -> str | None:
+        """The sentence for the first tensor that differs, in the order of the forward pass; None: none does."""
+        expected, found = self.samples()
+        wrong = [place for place, flag in self._wrong if bool(flag)]
+        start = 0
+        for place, piece in zip((p for p in self._places if p in self._found), found, strict=True):
+            part = expected[start : start + piece.numel()]
+            start += piece.numel()
+            if bool((bits(part) != bits(piece.to(part.dtype))).any()):
+                wrong.append(place)
+        return self._report(max(wrong)) if wrong else None
+
+
+_WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    return bits(tensor).sum(dtype=torch.int64)
+    """The sum of the tensor's memory in words, as wide as fit: wide ones are summed at the speed of memory."""
+    if not _is_dense(tuple(tensor.shape), tensor.stride()) or tensor.is_conj() or tensor.is_neg():
+        return bits(tensor).sum(dtype=torch.int64)
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    if flat.dtype is torch.bool:
+        flat = flat.view(torch.uint8)
+    nbytes, offset = flat.numel() * flat.element_size(), flat.storage_offset() * flat.element_size()
+    word = next(dtype for width, dtype in _WORDS if nbytes % width == 0 and offset % width == 0)
+    return flat.view(word).sum(dtype=torch.int64)
 
 
 # Checks of the backward passes that are running, by the number of the pass: its worker threads share it.
@@ -136,14 +155,31 @@ def _expect(check: SpotCheck) -> None:
 def _read(backward: int) -> None:
     """Raise if any replay of this backward pass differed: one read from the device for all regions."""
     checks = _running.pop(backward, [])
-    flags = [check.differs() for check in checks]
-    devices = {flag.device for flag in flags}
-    if not any(bool(torch.stack([f for f in flags if f.device == device]).any()) for device in devices):
+    if not any(bool(flag) for flag in _differences(checks)):
         return
-    sentences = [check.describe() for check, flag in zip(checks, flags, strict=True) if bool(flag)]
+    sentences = [sentence for check in checks if (sentence := check.describe()) is not None]
+    if not sentences:
+        return
+    more = f" {len(sentences) - 1} more regions differ too." if len(sentences) > 1 else ""
     raise RecomputeError(
-        f"{sentences[-1]}"
-        + (f" ({len(sentences) - 1} more regions differ too.)" if len(sentences) > 1 else "")
-        + " The gradients of this step are wrong and must not be used: call zero_grad() and run the step again;"
-        " the region now recomputes as a whole."
+        f"{sentences[-1]}{more} The gradients of this step are wrong and must not be used: call zero_grad() and "
+        "run the step again; the region now recomputes as a whole."
     )
+
+
+def _differences(checks: list[SpotCheck]) -> list[torch.Tensor]:
+    """One flag per device and dtype: True if anything differs in any bit."""
+    groups: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    flags: dict[torch.device, list[torch.Tensor]] = {}
+    for check in checks:
+        expected, found = check.samples()
+        if found:
+            ours, theirs = groups.setdefault((expected.device, expected.dtype), ([], []))
+            ours.append(expected)
+            theirs.append(torch.cat(found))
+        for flag in check.flags():
+            flags.setdefault(flag.device, []).append(flag)
+    for ours, theirs in groups.values():
+        flag = (bits(torch.cat(ours)) != bits(torch.cat(theirs))).any()
+        flags.setdefault(flag.device, []).append(flag)
+    return [torch.stack(found).any() for found in flags.values()]

@@ -13,7 +13,7 @@ BIN := .venv/bin
 demo: $(STAMP)
 	$(BIN)/remat demo
 
-# One thread for each worker: two workers with two threads each on two cores spin, and take ten times longer.
+# One thread for each worker: more threads than cores wait for each other.
 test test-all: export OMP_NUM_THREADS = 1
 
 test: $(STAMP)

@@ -6,6 +6,8 @@ RematError
 ├── PlanError          a plan does not belong to this model, input, schema or torch version
 ├── CaptureError       a region could not be captured (the planner then uses full recompute for it)
 ├── RecomputeError     recomputation did not give what was dropped; the gradients must not be used
+├── HostMemoryError    the host memory that a plan wants for offload cannot be had; nothing was moved
+├── OffloadError       an offloaded tensor could not be brought back as it was (also a RuntimeError)
 └── VerificationError  the planned step differs from the untouched one
 
 Each message carries the number, the cause and the remedy.
@@ -16,7 +18,9 @@ from __future__ import annotations
 __all__ = [
     "BudgetError",
     "CaptureError",
+    "HostMemoryError",
     "InputError",
+    "OffloadError",
     "PlanError",
     "RecomputeError",
     "RematError",
@@ -50,6 +54,14 @@ class CaptureError(RematError):
 
 class RecomputeError(RematError, RuntimeError):
     """Recomputation did not reproduce what the forward pass had saved."""
+
+
+class HostMemoryError(RematError):
+    """Pinned host memory (or disk) was refused, or is above its limit. Raised before anything is moved."""
+
+
+class OffloadError(RematError, RuntimeError):
+    """A tensor that was sent to the host cannot be brought back as it was."""
 
 
 class VerificationError(RematError):

@@ -45,6 +45,8 @@ __all__ = ["Request", "build_profile"]
 
 Progress = Callable[[str], None]
 
+_LEVELS = 16  # shares of a region's saved bytes that a recipe is sought for
+_SLOT_SECONDS = 8e-6  # what dropping and unpacking one tensor costs the host
 _LEAST_SHARE = 0.8  # of the priced replay seconds that a measured entry is believed to cost at the least
 
 
@@ -208,7 +210,7 @@ def _kind(species: Species, device: torch.device, progress: Progress) -> Kind:
         _entry(Mode.FULL, again, _extra(again, keep, forward_seconds, device), None, len(example.inputs)),
     ]
     note = species.note
-    for recipe in recipes(graph) if graph is not None else ():
+    for recipe in _recipes(graph, device) if graph is not None else ():
         try:
             measured = _bench_recipe(species, recipe, device)
         except CaptureError as error:
@@ -224,6 +226,11 @@ def _kind(species: Species, device: torch.device, progress: Progress) -> Kind:
         graph=graph,
         note=note,
     )
+
+
+def _recipes(graph: RegionGraph, device: torch.device) -> tuple[Recipe, ...]:
+    levels = [level / _LEVELS for level in range(_LEVELS, 0, -1)]
+    return recipes(graph, levels=levels, slot_seconds=_SLOT_SECONDS if device.type == "cuda" else 0.0)
 
 
 def _extra(measured: Bench, keep: Bench, replay_seconds: float, device: torch.device) -> float:
@@ -243,7 +250,7 @@ def _bench_recipe(species: Species, recipe: Recipe, device: torch.device) -> Ben
     planned = PlannedRegion(example.name, example.tower, {species.signature: variant}, shadow=True)
     with installed_region(example.module, example.forward, planned) as call:
         bench(call, species.inputs, (example.module,), device, repeats=0)
-        planned.shadow = False
+        planned.shadow = planned.check = False  # the check waits for the device; once per step, not per region
         measured = bench(call, species.inputs, (example.module,), device)
     if planned.counts.fallbacks:
         raise CaptureError(planned.counts.why)

@@ -44,15 +44,17 @@ def recipes(
     *,
     levels: Sequence[float] | None = None,
     link_bytes: int = 0,
+    slot_seconds: float = 0.0,
     time_limit_s: float = _TIME_LIMIT_S,
 ) -> tuple[Recipe, ...]:
     """The Pareto list of recipes for one region, from most to least resident bytes.
 
     `levels` are shares of the region's saved bytes; by default ten steps of equal size down to the least that
     is possible, which is always the last level. With `link_bytes` each level is also solved with up to that
-    many bytes moved to the host. Keeping everything is not a recipe and not in the list.
+    many bytes moved to the host. `slot_seconds` is what dropping one saved tensor costs beside the replay.
+    Keeping everything is not a recipe and not in the list.
     """
-    model = _Model(graph, offload=link_bytes > 0)
+    model = _Model(graph, offload=link_bytes > 0, slot_seconds=slot_seconds)
     floor = {link: _least(model, link, time_limit_s) for link in sorted({0, link_bytes})}
     found: list[Recipe] = []
     for link, least in floor.items():
@@ -106,9 +108,11 @@ class _Model:
     Columns: keep per keepable storage, then replay per operation, then offload per keepable storage.
     """
 
-    def __init__(self, graph: RegionGraph, *, offload: bool) -> None:
+    def __init__(self, graph: RegionGraph, *, offload: bool, slot_seconds: float = 0.0) -> None:
         self.graph = graph
         self.keepable = _keepable(graph)
+        slots = [graph.values[saved.value].storage for saved in graph.saved]
+        self.slot_seconds = np.array([slot_seconds * slots.count(s) for s in self.keepable], dtype=np.float64)
         self.keeps = len(self.keepable)
         self.ops = len(graph.ops)
         self.charges = np.array([graph.storages[s].charge_bytes for s in self.keepable], dtype=np.float64)
@@ -177,13 +181,13 @@ class _Model:
         return Bounds(lower, upper)
 
     def fastest(self) -> Floats:
-        """Objective: replay seconds; among equals fewer operations, fewer transfers, fewer bytes."""
+        """Objective: seconds of replay and of dropping; among equals fewer operations, fewer transfers, fewer bytes."""
         seconds = np.array([op.seconds for op in self.graph.ops], dtype=np.float64)
         scale = _SECONDS_SCALE / max(float(seconds.sum()), 1e-12)
         share = self.charges / self.total_bytes
         return np.concatenate(
             [
-                _TIE_ALL_BYTES * share,
+                _TIE_ALL_BYTES * share - self.slot_seconds * scale,  # kept: none of its slots is dropped
                 seconds * scale + _TIE_PER_OP,
                 _TIE_ALL_BYTES * share + np.full(self.keeps, _TIE_PER_OFFLOAD),
             ]

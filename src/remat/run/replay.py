@@ -17,9 +17,13 @@ from remat._torch_private import below_autograd
 from remat.errors import PlanError
 from remat.records import Arg, Const, Op, Ref, RegionGraph, Value
 
-__all__ = ["constant", "decode", "overload", "replay", "replaying", "twin", "without_autocast"]
+__all__ = ["constant", "decode", "dtype_of", "overload", "replay", "replaying", "twin", "without_autocast"]
 
-OVERWRITES = {"aten.copy_.default", "aten.fill_.Scalar", "aten.fill_.Tensor", "aten.zero_.default"}
+# These write their target without reading it.
+OVERWRITES = {
+    "aten.add.out", "aten.copy_.default", "aten.div.out", "aten.fill_.Scalar", "aten.fill_.Tensor",
+    "aten.mul.out", "aten.sub.out", "aten.zero_.default",
+}  # fmt: skip
 
 
 @cache
@@ -71,9 +75,13 @@ def replaying() -> Iterator[None]:
         yield
 
 
+def dtype_of(name: str) -> torch.dtype:
+    return getattr(torch, name)  # type: ignore[no-any-return]
+
+
 def twin(value: Value, tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor:
     """Fresh memory in the layout of `value`, holding what `tensor` holds (nothing if None)."""
-    fresh = torch.empty_strided(value.shape, value.stride, dtype=getattr(torch, value.dtype), device=device)
+    fresh = torch.empty_strided(value.shape, value.stride, dtype=dtype_of(value.dtype), device=device)
     return fresh if tensor is None else fresh.copy_(tensor)
 
 

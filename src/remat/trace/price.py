@@ -17,7 +17,7 @@ from remat.records import Op, RegionGraph
 from remat.run.replay import decode, overload, replay, replaying
 from remat.trace.capture import Capture
 
-__all__ = ["Rates", "estimate", "measure_rates", "price"]
+__all__ = ["Rates", "estimate", "price", "seconds_of"]
 
 _ROUNDS = 3
 _RUNS = 5
@@ -34,7 +34,7 @@ def price(capture: Capture) -> Capture:
                 continue
             key = _key(capture.graph, op)
             if key not in seen:
-                seen[key] = _seconds(capture, op)
+                seen[key] = seconds_of(capture, op)
             ops.append(replace(op, seconds=seen[key]))
     return Capture(replace(capture.graph, ops=tuple(ops)), capture.tensors, capture.final)
 
@@ -47,7 +47,8 @@ def _key(graph: RegionGraph, op: Op) -> Any:
     return op.name, layouts, constants
 
 
-def _seconds(capture: Capture, op: Op) -> float:
+def seconds_of(capture: Capture, op: Op) -> float:
+    """Time one operation on its captured inputs."""
     def get(value: int) -> torch.Tensor:
         return capture.tensors[value].detach()
 

@@ -8,6 +8,7 @@ that is used again is another storage; only a capture that will be priced holds 
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+import remat
 from remat.records import Arg, Const, Ref, Role
 
 __all__ = ["RawOp", "RawValue", "Recorder"]
@@ -36,7 +38,7 @@ _LIFTED = {"lift_fresh", "lift", "lift_fresh_copy"}
 _WORKSPACES = {"_cudnn_rnn", "miopen_rnn", "mkldnn_rnn_layer", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell"}
 # These write their target without reading it, so a replay starts from fresh memory.
 OVERWRITES = {"copy_", "fill_", "zero_"}
-_LIBRARIES = ("/torch/", "/remat/trace/", "/remat/run/")
+_LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(remat.__file__))
 
 
 @dataclass
@@ -305,7 +307,7 @@ def _user_line() -> str:
     frame: Any = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        if not any(part in path for part in _LIBRARIES) and not path.startswith("<"):
+        if not path.startswith((*_LIBRARIES, "<")):
             return f"{path.rsplit('/', 1)[-1]}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

@@ -25,6 +25,7 @@ from remat.run.functions import every_function
 from remat.run.wrap import RegionStatus, unwrap, wrap
 from remat.trace.capture import Capture, capture
 from remat.trace.discover import Block
+from remat.trace.fold import folded
 from remat.trace.price import price
 from remat.trace.selfcheck import checked
 from remat.trees import map_tensors, signature, tensors
@@ -234,7 +235,7 @@ def _describe(sighting: Sighting, text: str, args: Any, kwargs: Any) -> Species:
     elif second.graph != first.graph:
         species.note = f"its operations depend on data or chance: {difference(first.graph, second.graph)}"
     else:
-        species.graph = price(checked(first)).graph
+        species.graph = folded(price(checked(first))).graph
     return species
 
 

@@ -1,0 +1,235 @@
+"""Host memory for offload: a few large slabs, kept across steps, cut into extents first-fit.
+
+Pinning memory costs milliseconds, so a slab is pinned once and reused by every step; a training step asks
+for the same sizes in the same order each time and gives them back in reverse, which first-fit with coalescing
+serves without loss. Where the memory comes from (pinned RAM, a file) is the caller's choice.
+"""
+
+from __future__ import annotations
+
+import importlib
+import mmap
+from bisect import bisect_left
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from remat.errors import HostMemoryError
+from remat.units import format_bytes
+
+__all__ = ["SLAB_BYTES", "Extent", "Slabs", "anonymous_memory", "available_host_bytes"]
+
+SLAB_BYTES = 64 * 2**20
+_ALIGNMENT = 512  # what copy engines like; extents stay a multiple of it apart
+
+
+class Stamp(Protocol):
+    """When memory was last read: of two stamps the one with the higher number covers both."""
+
+    @property
+    def number(self) -> int: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Extent:
+    """A piece of a slab. `read_until` covers every read of it by those who had it before."""
+
+    slab: Slab
+    offset: int
+    nbytes: int
+    read_until: Stamp | None
+
+    @property
+    def memory(self) -> Tensor:
+        return self.slab.memory[self.offset : self.offset + self.nbytes]
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Free bytes of a slab."""
+
+    offset: int
+    nbytes: int
+    read_until: Stamp | None
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.nbytes
+
+
+@dataclass(eq=False)
+class Slab:
+    """One piece of memory; its gaps are sorted by offset and never touch."""
+
+    memory: Tensor
+    gaps: list[Gap] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.gaps = [Gap(0, self.memory.nbytes, None)]
+
+    @property
+    def is_empty(self) -> bool:
+        return len(self.gaps) == 1 and self.gaps[0].nbytes == self.memory.nbytes
+
+    def take(self, nbytes: int) -> Extent | None:
+        size = _aligned(nbytes)
+        for place, gap in enumerate(self.gaps):
+            if gap.nbytes < size:
+                continue
+            rest = Gap(gap.offset + size, gap.nbytes - size, gap.read_until)
+            self.gaps[place : place + 1] = [rest] if rest.nbytes else []
+            return Extent(self, gap.offset, nbytes, gap.read_until)
+        return None
+
+    def give(self, extent: Extent, read_until: Stamp | None) -> None:
+        new = Gap(extent.offset, _aligned(extent.nbytes), _later(extent.read_until, read_until))
+        place = bisect_left(self.gaps, new.offset, key=lambda gap: gap.offset)
+        first = last = place
+        if place > 0 and self.gaps[place - 1].end == new.offset:
+            first -= 1
+        if place < len(self.gaps) and self.gaps[place].offset == new.end:
+            last += 1
+        for gap in self.gaps[first:last]:
+            offset = min(gap.offset, new.offset)
+            new = Gap(offset, gap.nbytes + new.nbytes, _later(gap.read_until, new.read_until))
+        self.gaps[first:last] = [new]
+
+
+@dataclass
+class Slabs:
+    """All slabs of one kind, at most `limit_bytes` together.
+
+    `used_bytes` counts what was asked for; `total_bytes` what was taken from the system.
+    """
+
+    allocate: Callable[[int], Tensor]
+    release: Callable[[Tensor], None]
+    limit_bytes: int
+    slab_bytes: int = SLAB_BYTES
+    what: str = "pinned host memory"
+    total_bytes: int = 0
+    used_bytes: int = 0
+    peak_used_bytes: int = 0
+    closed: bool = False
+    slabs: list[Slab] = field(default_factory=list)
+
+    def reserve(self, nbytes: int) -> None:
+        """Have at least this much, in one new slab if more is needed; HostMemoryError where it cannot be had."""
+        missing = nbytes - self.total_bytes
+        if missing <= 0:
+            return
+        if nbytes > self.limit_bytes:
+            raise HostMemoryError(
+                f"offload wants {format_bytes(nbytes)} of {self.what}, but {format_bytes(self.limit_bytes)} is the "
+                f"limit; offload {format_bytes(nbytes - self.limit_bytes)} less, or raise the limit"
+            )
+        self._grow(missing)
+
+    def take(self, nbytes: int) -> Extent | None:
+        """Memory for `nbytes`; None when the limit or the system says no."""
+        extent = self._fit(nbytes)
+        if extent is None and not self.closed and _aligned(nbytes) <= self.limit_bytes - self.total_bytes:
+            with suppress(HostMemoryError):
+                self._grow(nbytes)
+                extent = self._fit(nbytes)
+        if extent is not None:
+            self.used_bytes += nbytes
+            self.peak_used_bytes = max(self.peak_used_bytes, self.used_bytes)
+        return extent
+
+    def give(self, extent: Extent, read_until: Stamp | None) -> None:
+        extent.slab.give(extent, read_until)
+        self.used_bytes -= extent.nbytes
+        if self.closed:
+            self._release_empty()
+
+    def close(self) -> None:
+        """Nothing more is given out. Empty slabs go now, the others when their last extent comes back."""
+        self.closed = True
+        self._release_empty()
+
+    def abandon(self) -> None:
+        """The end: every slab goes, whatever is in it."""
+        self.closed = True
+        while self.slabs:
+            self._release(self.slabs[-1])
+
+    def _fit(self, nbytes: int) -> Extent | None:
+        if self.closed:
+            return None
+        return next((extent for slab in self.slabs if (extent := slab.take(nbytes)) is not None), None)
+
+    def _grow(self, nbytes: int) -> None:
+        wanted = -(-_aligned(nbytes) // self.slab_bytes) * self.slab_bytes
+        size = min(wanted, self.limit_bytes - self.total_bytes)  # the last slab may be a smaller one
+        try:
+            memory = self.allocate(size)
+        except (RuntimeError, MemoryError, OSError) as error:
+            raise HostMemoryError(
+                f"{format_bytes(size)} more of {self.what} was refused ({error}); {format_bytes(self.total_bytes)} "
+                "is held already; offload less, or free host memory"
+            ) from error
+        self.slabs.append(Slab(memory))
+        self.total_bytes += size
+
+    def _release_empty(self) -> None:
+        for slab in [slab for slab in self.slabs if slab.is_empty]:
+            self._release(slab)
+
+    def _release(self, slab: Slab) -> None:
+        self.slabs.remove(slab)
+        self.total_bytes -= slab.memory.nbytes
+        self.release(slab.memory)
+
+
+def anonymous_memory(nbytes: int) -> Tensor:
+    """Bytes straight from the system, to which they return as soon as the tensor dies."""
+    flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
+    memory = mmap.mmap(-1, nbytes, **flags)
+    # A worker process must not share pages that a device writes to; large pages are pinned faster.
+    for name in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
+        if hasattr(mmap, name):
+            with suppress(OSError):
+                memory.madvise(getattr(mmap, name))
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def available_host_bytes() -> int:
+    """Memory that this process can still take without swapping, inside its container if it is in one."""
+    return max(0, min(_system_bytes(), _container_bytes()))
+
+
+def _system_bytes() -> int:
+    try:
+        return int(importlib.import_module("psutil").virtual_memory().available)
+    except ImportError:
+        pass
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    raise HostMemoryError(
+        "the available host memory cannot be read here; pip install psutil, or give host_limit_bytes"
+    )
+
+
+def _container_bytes() -> float:
+    group = Path("/sys/fs/cgroup")
+    with suppress(OSError, ValueError):  # no such file, or "max"
+        return int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+    return float("inf")
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _later(one: Stamp | None, other: Stamp | None) -> Stamp | None:
+    if one is None or other is None:
+        return one or other
+    return one if one.number >= other.number else other

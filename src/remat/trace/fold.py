@@ -1,0 +1,132 @@
+"""Casts folded into the operation beside them: the same bits from fewer passes over memory.
+
+Mixed precision is full of them: a norm casts up, multiplies, and casts down again, three kernels where one
+does. Elementwise kernels convert while they load and store, so a recipe may run
+
+    mul(x.float(), r).to(bfloat16)      as      mul(x, r, out=bfloat16)
+
+Every fold is tried on the captured values and taken only if it gives the same bits in less time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from remat.records import Op, Ref, RegionGraph
+from remat.run.replay import dtype_of, replay, replaying
+from remat.run.same import same_bits
+from remat.trace.capture import Capture
+from remat.trace.price import seconds_of
+
+__all__ = ["folded"]
+
+_BINARY = {"aten.mul.Tensor", "aten.add.Tensor", "aten.sub.Tensor", "aten.div.Tensor"}
+_OUT = 2  # place of `out` in the schema of a binary operation; add and sub have alpha before it
+_OUT_WITH_ALPHA = 3
+
+
+def folded(capture: Capture) -> Capture:
+    """The same priced capture with casts folded away where that is exact and faster."""
+    for index in range(len(capture.graph.ops)):
+        for fold in (_into_store, _into_load):
+            candidate, before_seconds = fold(capture.graph, index)
+            if candidate is None or not _is_exact(capture, candidate):
+                continue
+            with replaying():
+                candidate = replace(candidate, seconds=seconds_of(capture, candidate))
+            if candidate.seconds < before_seconds:
+                ops = list(capture.graph.ops)
+                ops[index] = candidate
+                capture = Capture(replace(capture.graph, ops=tuple(ops)), capture.tensors, capture.final)
+    return capture
+
+
+Fold = tuple[Op | None, float]  # what to run instead, and how long what it replaces takes
+_NONE: Fold = (None, 0.0)
+
+
+def _is_cast(op: Op) -> bool:
+    """Changes the dtype and nothing else."""
+    return op.name == "aten._to_copy.default" and [name for name, _ in op.kwargs] == ["dtype"] and op.replayable
+
+
+def _into_store(graph: RegionGraph, index: int) -> Fold:
+    """cast(binary(a, b)) -> binary(a, b, out=cast), where nobody else wants the value in between."""
+    cast = graph.ops[index]
+    if not _is_cast(cast):
+        return _NONE
+    between, made = cast.inputs[0], cast.outputs[0]
+    producer = graph.values[between].producer
+    if producer is None or graph.ops[producer].name not in _BINARY or not graph.ops[producer].replayable:
+        return _NONE
+    binary = graph.ops[producer]
+    if _wanted_elsewhere(graph, between, index) or not _narrows(graph, between, made):
+        return _NONE
+    if len(binary.args) != 2 or binary.kwargs:  # alpha
+        return _NONE
+    packet = binary.name.split(".")[1]
+    place = _OUT_WITH_ALPHA if packet in ("add", "sub") else _OUT
+    fused = replace(
+        cast,
+        name=f"aten.{packet}.out",
+        args=binary.args,
+        kwargs=(("out", None),),
+        inputs=binary.inputs,
+        written=((place, made),),
+        outputs=(made,),
+    )
+    return fused, cast.seconds + binary.seconds
+
+
+def _into_load(graph: RegionGraph, index: int) -> Fold:
+    """binary(cast(x), b) -> binary(x, b), where b alone decides that the result is computed as before."""
+    op = graph.ops[index]
+    base = op.name.replace(".out", ".Tensor")
+    if base not in _BINARY or not op.replayable or len(op.args) < 2:
+        return _NONE
+    for place in (0, 1):
+        arg, other = op.args[place], op.args[1 - place]
+        if not isinstance(arg, Ref) or not isinstance(other, Ref):
+            continue
+        producer = graph.values[arg.value].producer
+        if producer is None or not _is_cast(graph.ops[producer]):
+            continue
+        source = graph.ops[producer].inputs[0]
+        decides = graph.values[other.value].dtype == graph.values[arg.value].dtype and graph.values[other.value].shape
+        if decides and _narrows(graph, arg.value, source):
+            args = list(op.args)
+            args[place] = Ref(source)
+            inputs = tuple(dict.fromkeys(a.value for a in args if isinstance(a, Ref)))
+            return replace(op, args=tuple(args), inputs=inputs), op.seconds
+    return _NONE
+
+
+def _narrows(graph: RegionGraph, wide: int, narrow: int) -> bool:
+    """Both floating point, the second with fewer bytes."""
+    wide_type, narrow_type = dtype_of(graph.values[wide].dtype), dtype_of(graph.values[narrow].dtype)
+    both = wide_type.is_floating_point and narrow_type.is_floating_point
+    return both and narrow_type.itemsize < wide_type.itemsize
+
+
+def _wanted_elsewhere(graph: RegionGraph, value: int, reader: int) -> bool:
+    storage = graph.values[value].storage
+    if any(graph.values[slot.value].storage == storage for slot in graph.saved):
+        return True
+    if any(graph.values[output].storage == storage for output in graph.outputs):
+        return True
+    return any(value in op.inputs for index, op in enumerate(graph.ops) if index != reader)
+
+
+def _is_exact(capture: Capture, op: Op) -> bool:
+    made = op.outputs[0]
+    if not all(capture.final[v] for v in (*op.inputs, made)):
+        return False
+    try:
+        with replaying():
+            results = replay(
+                capture.graph, op, lambda v: capture.tensors[v].detach(), capture.tensors[made].device
+            )
+    except Exception:  # not possible in this form: the plain form stays
+        return False
+    return same_bits(results[made], capture.tensors[made])
+

@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from remat.run.slabs import anonymous_memory
+from remat.run.hostmem import anonymous_memory
 
 __all__ = ["CudaLink", "Direction", "Link", "LinkRates", "Mark", "Stream", "calibrate"]
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from remat.run.link import Direction, Link, Mark, Stream
-from remat.run.slabs import anonymous_memory
+from remat.run.hostmem import anonymous_memory
 from remat.units import format_bytes
 
 __all__ = ["POISON", "Copy", "SimulatedLink"]
@@ -166,7 +166,9 @@ class SimulatedLink(Link):
         for copy in due:
             device = copy.device()
             if device is None:
-                self.violations.append(f"copy {copy.number}, {copy.direction.value}: its device memory was let go")
+                self.violations.append(
+                    f"copy {copy.number}, {copy.direction.value}: its device memory was let go"
+                )
             # As a copy engine moves them: no operation, so nothing that counts operations or memory sees it.
             if copy.direction is Direction.BACK and device is not None:
                 ctypes.memmove(device.data_ptr(), copy.host.data_ptr(), copy.nbytes)

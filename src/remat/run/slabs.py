@@ -7,42 +7,31 @@ serves without loss. Where the memory comes from (pinned RAM, a file) is the cal
 
 from __future__ import annotations
 
-import importlib
-import mmap
 from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from remat.errors import HostMemoryError
+from remat.run.link import Mark
 from remat.units import format_bytes
 
-__all__ = ["SLAB_BYTES", "Extent", "Slabs", "anonymous_memory", "available_host_bytes"]
+__all__ = ["SLAB_BYTES", "Extent", "Slabs"]
 
 SLAB_BYTES = 64 * 2**20
 _ALIGNMENT = 512  # what copy engines like; extents stay a multiple of it apart
 
 
-class Stamp(Protocol):
-    """When memory was last read: of two stamps the one with the higher number covers both."""
-
-    @property
-    def number(self) -> int: ...
-
-
 @dataclass(frozen=True, eq=False)
 class Extent:
-    """A piece of a slab. `read_until` covers every read of it by those who had it before."""
+    """A piece of a slab. `read_until`: the last copy that reads it for those who had it before."""
 
     slab: Slab
     offset: int
     nbytes: int
-    read_until: Stamp | None
+    read_until: Mark | None
 
     @property
     def memory(self) -> Tensor:
@@ -55,7 +44,7 @@ class Gap:
 
     offset: int
     nbytes: int
-    read_until: Stamp | None
+    read_until: Mark | None
 
     @property
     def end(self) -> int:
@@ -86,7 +75,7 @@ class Slab:
             return Extent(self, gap.offset, nbytes, gap.read_until)
         return None
 
-    def give(self, extent: Extent, read_until: Stamp | None) -> None:
+    def give(self, extent: Extent, read_until: Mark | None) -> None:
         new = Gap(extent.offset, _aligned(extent.nbytes), _later(extent.read_until, read_until))
         place = bisect_left(self.gaps, new.offset, key=lambda gap: gap.offset)
         first = last = place
@@ -142,7 +131,7 @@ class Slabs:
             self.peak_used_bytes = max(self.peak_used_bytes, self.used_bytes)
         return extent
 
-    def give(self, extent: Extent, read_until: Stamp | None) -> None:
+    def give(self, extent: Extent, read_until: Mark | None) -> None:
         extent.slab.give(extent, read_until)
         self.used_bytes -= extent.nbytes
         if self.closed:
@@ -187,49 +176,11 @@ class Slabs:
         self.release(slab.memory)
 
 
-def anonymous_memory(nbytes: int) -> Tensor:
-    """Bytes straight from the system, to which they return as soon as the tensor dies."""
-    flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
-    memory = mmap.mmap(-1, nbytes, **flags)
-    # A worker process must not share pages that a device writes to; large pages are pinned faster.
-    for name in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
-        if hasattr(mmap, name):
-            with suppress(OSError):
-                memory.madvise(getattr(mmap, name))
-    return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def available_host_bytes() -> int:
-    """Memory that this process can still take without swapping, inside its container if it is in one."""
-    return max(0, min(_system_bytes(), _container_bytes()))
-
-
-def _system_bytes() -> int:
-    try:
-        return int(importlib.import_module("psutil").virtual_memory().available)
-    except ImportError:
-        pass
-    with suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    raise HostMemoryError(
-        "the available host memory cannot be read here; pip install psutil, or give host_limit_bytes"
-    )
-
-
-def _container_bytes() -> float:
-    group = Path("/sys/fs/cgroup")
-    with suppress(OSError, ValueError):  # no such file, or "max"
-        return int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
-    return float("inf")
-
-
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _later(one: Stamp | None, other: Stamp | None) -> Stamp | None:
+def _later(one: Mark | None, other: Mark | None) -> Mark | None:
     if one is None or other is None:
         return one or other
     return one if one.number >= other.number else other

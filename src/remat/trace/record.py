@@ -18,7 +18,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-import remat
 from remat.records import Arg, Const, Ref, Role
 
 __all__ = ["RawOp", "RawValue", "Recorder"]
@@ -38,7 +37,7 @@ _LIFTED = {"lift_fresh", "lift", "lift_fresh_copy"}
 _WORKSPACES = {"_cudnn_rnn", "miopen_rnn", "mkldnn_rnn_layer", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell"}
 # These write their target without reading it, so a replay starts from fresh memory.
 OVERWRITES = {"copy_", "fill_", "zero_"}
-_LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(remat.__file__))
+_LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """The disk tier: memory-mapped files, for what exceeds host memory.
 
-Each file is unlinked as soon as it is open (deleted on close where the system does not allow that), so nothing
-is left behind, not even by a process that is killed. Its blocks are allocated before it is mapped: a full disk
-is an error here, not a bus error in the middle of a step.
+Each file is unlinked as soon as it is open (deleted on close where the system does not allow that), so
+nothing is left behind, not even by a process that is killed. Its blocks are allocated before it is mapped: a
+full disk is an error here, not a bus error in the middle of a step.
 
 The pages are not pinned: on CUDA the host thread takes part in every copy to or from them. This tier makes a
 step possible that would not run otherwise; it does not make it fast.

@@ -7,7 +7,7 @@ does (but for `synchronize`, which is for the end).
 Memory is ordered by streams, not by reference counts: a freed block may be handed out again at once on the
 stream that it was allocated on, while a copy still reads or writes it. So whoever lets a device tensor go
 that a copy touches must first make that stream wait for the copy's mark. `offload` keeps this rule;
-`record_stream` would too, but only gives memory back when the host happens to notice that an event has passed.
+`record_stream` would too, but gives memory back only when the host happens to see an event passed.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Link(ABC):
 
     @abstractmethod
     def pin(self, nbytes: int) -> Tensor:
-        """Host memory that copies can reach beside compute, as bytes. RuntimeError or MemoryError: refused."""
+        """Host memory that copies reach beside compute, as bytes. RuntimeError, MemoryError: refused."""
 
     @abstractmethod
     def unpin(self, memory: Tensor) -> None:
@@ -78,8 +78,8 @@ class Link(ABC):
 
     @abstractmethod
     def fetch(self, source: Tensor, stream: Stream, after: Mark) -> tuple[Tensor, Mark]:
-        """Start to copy host bytes to fresh device memory that belongs to `stream`, once `after`, the copy that
-        brought them, is done."""
+        """Start to copy host bytes to fresh device memory that belongs to `stream`: after all that the stream
+        has been given so far, and after `after`, the copy that brought the bytes to the host."""
 
     @abstractmethod
     def wait(self, stream: Stream, mark: Mark) -> None:
@@ -89,8 +89,8 @@ class Link(ABC):
     def synchronize(self) -> None:
         """The host waits until every copy is done."""
 
-    def let_go(self, source: Tensor) -> None:
-        """The engine gives up a device tensor that was sent. For simulations, which may spoil it."""
+    def let_go(self, source: Tensor) -> None:  # noqa: B027 - only a simulation does something here
+        """The engine gives up a device tensor that was sent; a simulation may spoil it."""
 
     @abstractmethod
     def seconds(self, directions: tuple[Direction, ...], buffers: Mapping[Direction, tuple[Tensor, Tensor]],
@@ -131,16 +131,16 @@ class CudaLink(Link):
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
-        self._out = torch.cuda.Stream(self.device)
-        self._back = torch.cuda.Stream(self.device)
+        self._out = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._back = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._number = 0
 
     def current(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)
 
     def pin(self, nbytes: int) -> Tensor:
-        """Memory of our own that is registered, not torch's pinned memory: that is rounded up to a power of two,
-        and stays with the process after it has been freed."""
+        """Memory of our own that is registered, not torch's pinned memory: that is rounded up to a power of
+        two, and stays with the process after it has been freed."""
         memory = anonymous_memory(nbytes)
         with torch.cuda.device(self.device):
             result = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, 0)  # type: ignore[no-untyped-call]
@@ -205,10 +205,14 @@ class CudaLink(Link):
             streams[direction].wait_stream(self.current())
             copy(direction)
         torch.cuda.synchronize(self.device)
-        begin = {d: streams[d].record_event(torch.cuda.Event(enable_timing=True)) for d in directions}
+        begin = {d: streams[d].record_event(_timer()) for d in directions}
         for _ in range(repeats):
             for direction in directions:
                 copy(direction)
-        end = {d: streams[d].record_event(torch.cuda.Event(enable_timing=True)) for d in directions}
+        end = {d: streams[d].record_event(_timer()) for d in directions}
         torch.cuda.synchronize(self.device)
         return {d: begin[d].elapsed_time(end[d]) / 1e3 for d in directions}
+
+
+def _timer() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
 """A link without an accelerator: device memory is CPU memory, and copies take virtual time.
 
 A copy moves its bytes only when its time has come: when a stream waits for it, or when a stream has computed
-past its end. Until then its target holds other bytes. So whatever the engine gets wrong shows as a wrong value
-or as an entry in `violations`: memory read before it arrived, or let go while a copy still needed it.
+past its end. Until then its target holds other bytes. So whatever the engine gets wrong shows as a wrong
+value or as an entry in `violations`: memory read before it arrived, or let go while a copy still needed it.
 
 Each stream has its own clock; each direction carries one copy at a time, in the order of asking.
 """
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from remat.run.link import Direction, Link, Mark, Stream
 from remat.run.hostmem import anonymous_memory
+from remat.run.link import Direction, Link, Mark, Stream
 from remat.units import format_bytes
 
 __all__ = ["POISON", "Copy", "SimulatedLink"]
@@ -70,7 +70,7 @@ class SimulatedLink(Link):
         self.history: deque[Copy] = deque(maxlen=1000)
         self._rate = {Direction.OUT: d2h_bytes_per_second, Direction.BACK: h2d_bytes_per_second}
         self._latency = latency_seconds
-        self._free_at = {direction: 0.0 for direction in Direction}
+        self._free_at = dict.fromkeys(Direction, 0.0)
         self._clock: dict[Stream, float] = {}
         self._stream: Stream = "default"
         self._asked = 0

@@ -108,14 +108,15 @@ class Slabs:
     slabs: list[Slab] = field(default_factory=list)
 
     def reserve(self, nbytes: int) -> None:
-        """Have at least this much, in one new slab if more is needed; HostMemoryError where it cannot be had."""
+        """Have at least this much, in one new slab if more is needed; HostMemoryError: it cannot be had."""
         missing = nbytes - self.total_bytes
         if missing <= 0:
             return
         if nbytes > self.limit_bytes:
             raise HostMemoryError(
-                f"offload wants {format_bytes(nbytes)} of {self.what}, but {format_bytes(self.limit_bytes)} is the "
-                f"limit; offload {format_bytes(nbytes - self.limit_bytes)} less, or raise the limit"
+                f"offload wants {format_bytes(nbytes)} of {self.what}, but the limit is "
+                f"{format_bytes(self.limit_bytes)}; offload {format_bytes(nbytes - self.limit_bytes)} less, "
+                "or raise the limit"
             )
         self._grow(missing)
 
@@ -160,8 +161,8 @@ class Slabs:
             memory = self.allocate(size)
         except (RuntimeError, MemoryError, OSError) as error:
             raise HostMemoryError(
-                f"{format_bytes(size)} more of {self.what} was refused ({error}); {format_bytes(self.total_bytes)} "
-                "is held already; offload less, or free host memory"
+                f"{format_bytes(size)} more of {self.what} were refused ({error}); "
+                f"{format_bytes(self.total_bytes)} are held already; offload less, or free some"
             ) from error
         self.slabs.append(Slab(memory))
         self.total_bytes += size

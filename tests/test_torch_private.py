@@ -83,3 +83,27 @@ def test_storage_refs_are_weak_equal_for_views_and_never_reused() -> None:
     gc.collect()
     others = [torch.randn(64) for _ in range(100)]
     assert all(private.storage_ref(other) != ref for other in others)
+
+
+def test_keeps_graph_is_what_backward_was_asked() -> None:
+    seen = []
+    x = torch.randn(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda g: seen.append(private.keeps_graph()))
+    loss = y.sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert seen == [True, False]
+
+
+def test_wrapper_tensor_has_properties_and_no_memory() -> None:
+    class Empty(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            raise NotImplementedError(func)
+
+    made = private.wrapper_tensor(Empty, (2, 3), (1, 2), torch.bfloat16, torch.device("cpu"))
+    assert type(made) is Empty
+    assert (made.shape, made.stride(), made.dtype) == ((2, 3), (1, 2), torch.bfloat16)
+    assert made.device.type == "cpu"
+    assert made.data_ptr() == 0

@@ -23,8 +23,10 @@ __all__ = [
     "in_backward",
     "in_functorch",
     "in_jit_trace",
+    "keeps_graph",
     "sequence_number",
     "storage_ref",
+    "wrapper_tensor",
 ]
 
 # torch.utils.checkpoint raises this in its pack hook when a recomputation has saved all that is needed.
@@ -86,3 +88,19 @@ def storage_ref(tensor: torch.Tensor) -> Hashable:
 def current_backward() -> int:
     """A number for the backward pass that is running in this thread (also in its worker threads); -1: none."""
     return int(torch._C._current_graph_task_id())
+
+
+def keeps_graph() -> bool:
+    """Inside a backward pass: whether it was asked to keep the graph, so that it may run once more."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def wrapper_tensor(
+    cls: type[torch.Tensor],
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Any:
+    """A tensor subclass's instance that has these properties and no memory."""
+    return torch.Tensor._make_wrapper_subclass(cls, shape, strides=stride, dtype=dtype, device=device)  # type: ignore[attr-defined]

@@ -1,0 +1,355 @@
+"""Cross entropy over rows of hidden states, a chunk of logits at a time, gradients in the same pass.
+
+For a chunk of rows: logits = head(rows), the row's loss, and at once the gradient of the logits, written over
+them; from it the gradient of the rows and a sum for each parameter of the head. So no more than one chunk of
+logits exists at any time, and backward only multiplies what was found by the gradient that arrives.
+
+What is computed is always the *sum* of the rows' losses; a mean is that sum divided by the number (or weight)
+of all rows. So there is one count for all chunks, and the gradients of a chunk do not underflow in fp16
+before a gradient scaler has had its say. Rows with `ignore_index` are left out first. A batch in which all
+rows are ignored gives what torch gives: 0 for a sum, nan for a mean, and gradients of zero for both.
+
+With reduction="none" each row's gradient is known in backward only: the chunks are then run again.
+
+torch 2.13 has F.linear_cross_entropy, which does less (no module as head, no logit scale, no softcap, no fp32
+sum of the weight's gradient) and is absent in 2.11: it is not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from remat._torch_private import keeps_graph
+from remat.errors import RematError
+from remat.run.chunk_softmax import Fuse, Step, compiled_softmax, softmax_in_place
+from remat.run.standins import Autocast, GradientSum, Parameters
+
+__all__ = ["Criterion", "Head", "chunk_rows", "chunked_cross_entropy"]
+
+_CUDA_BYTES = 256 << 20
+_CUDA_ROWS = 1024  # below, reading and writing the sum of the weight's gradient costs more than the product
+_OTHER_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Head:
+    """One call of a head: what to run on which parameters, and in which autocast state."""
+
+    module: nn.Module
+    forward: Callable[[Tensor], Tensor]
+    parameters: Parameters
+    autocast: Autocast
+    dims: int  # of the hidden states that the head was called with
+
+    @property
+    def linear(self) -> nn.Linear | None:
+        """The module, if its forward is a matrix product and nothing else."""
+        plain = getattr(self.forward, "__func__", None) is nn.Linear.forward
+        return self.module if plain and type(self.module) is nn.Linear else None
+
+    def run(self, rows: Tensor) -> Tensor:
+        """Logits of some rows, given to the head with as many dimensions as it was called with."""
+        shaped = rows.reshape((1,) * (self.dims - 2) + rows.shape)
+        logits = self.forward(shaped)
+        return logits.reshape(rows.shape[0], logits.shape[-1])
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """The arguments of F.cross_entropy."""
+
+    reduction: str = "mean"
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    weight: Tensor | None = None
+
+
+def chunk_rows(
+    count: int, vocabulary: int, device: torch.device, rows: int | None, nbytes: int | None
+) -> int:
+    """Rows per chunk: chunks of equal length whose logits in fp32 take about `nbytes`."""
+    if rows is None:
+        cuda = device.type == "cuda"
+        rows = max(1, (nbytes or (_CUDA_BYTES if cuda else _OTHER_BYTES)) // (4 * vocabulary))
+        if nbytes is None and cuda:
+            rows = max(rows, _CUDA_ROWS)
+    chunks = max(1, -(-count // rows))
+    return max(1, -(-count // chunks))
+
+
+def chunked_cross_entropy(
+    head: Head,
+    rows: Tensor,
+    target: Tensor,
+    steps: tuple[Step, ...],
+    dtype: torch.dtype,
+    vocabulary: int,
+    criterion: Criterion,
+    size: int,
+    fuse: Fuse,
+) -> tuple[Tensor, int]:
+    """F.cross_entropy(steps(head(rows)), target), and the number of chunks. `rows` (N, H), `target` (N,).
+
+    `dtype`: of the logits after the steps, which is the dtype of the loss.
+    """
+    keep = (target != criterion.ignore_index).nonzero()[:, 0]
+    everything = keep.numel() == target.numel()
+    job = _Job(
+        head=head,
+        target=target if everything else target[keep],
+        keep=None if everything else keep,
+        steps=steps,
+        dtype=torch.float64 if dtype == torch.float64 else torch.float32,
+        vocabulary=vocabulary,
+        criterion=criterion,
+        size=size,
+        fuse=fuse,
+    )
+    if criterion.reduction == "none":
+        loss = _Each.apply(job, rows, *head.parameters.trained)  # type: ignore[no-untyped-call]
+    else:
+        loss = _Sum.apply(job, rows, *head.parameters.trained)  # type: ignore[no-untyped-call]
+    if criterion.reduction == "mean":
+        loss = loss / job.denominator()
+    now = Autocast.now(rows.device.type)
+    return loss if now.enabled else loss.to(dtype), job.chunks
+
+
+# ------------------------------------------------------------------------------------------- all chunks
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Everything about one loss but the rows. `target` holds no ignored rows; `keep` says which were kept."""
+
+    head: Head
+    target: Tensor
+    keep: Tensor | None
+    steps: tuple[Step, ...]
+    dtype: torch.dtype  # the softmax is computed in it
+    vocabulary: int
+    criterion: Criterion
+    size: int
+    fuse: Fuse
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.target.numel() // self.size)
+
+    def denominator(self) -> Any:
+        weight = self.criterion.weight
+        return self.target.numel() if weight is None else weight[self.target].sum().to(self.dtype)
+
+    def losses(self, rows: Tensor) -> Tensor:
+        """Each kept row's loss, no gradients."""
+        found = [torch.zeros(0, dtype=self.dtype, device=rows.device)]
+        with torch.no_grad(), self.head.autocast.off():
+            kept = self._kept(rows)
+            runner = _runner(self.head, False, self.chunks)
+            for a in range(0, kept.shape[0], self.size):
+                logits = runner.logits(kept[a : a + self.size])
+                found.append(self._softmax(runner, logits, a, None, gradient=False)[0])
+        return torch.cat(found)
+
+    def gradients(
+        self, rows: Tensor, needs_rows: bool, upstream: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
+        """Sum of the losses; gradient of the kept rows; one per trained parameter. `upstream`: per row."""
+        total = torch.zeros((), dtype=self.dtype, device=rows.device)
+        with torch.no_grad(), self.head.autocast.off():
+            kept = self._kept(rows)
+            gradient = torch.empty_like(kept) if needs_rows else None
+            runner = _runner(self.head, needs_rows, self.chunks)
+            for a in range(0, kept.shape[0], self.size):
+                logits = runner.logits(kept[a : a + self.size])
+                loss, slope = self._softmax(runner, logits, a, upstream, gradient=True)
+                del logits
+                total += loss.sum()
+                piece = runner.backward(slope)
+                if gradient is not None and piece is not None:
+                    gradient[a : a + self.size] = piece
+                del slope, piece
+        return total, gradient, runner.parameters()
+
+    def _kept(self, rows: Tensor) -> Tensor:
+        return rows.detach() if self.keep is None else rows.detach().index_select(0, self.keep)
+
+    def spread(self, kept: Tensor, count: int) -> Tensor:
+        """The gradient of all rows from that of the kept ones."""
+        if self.keep is None:
+            return kept
+        return kept.new_zeros((count, *kept.shape[1:])).index_copy_(0, self.keep, kept)
+
+    def _softmax(
+        self, runner: _Runner, logits: Tensor, a: int, upstream: Tensor | None, gradient: bool
+    ) -> tuple[Tensor, Any]:
+        target = self.target[a : a + self.size]
+        scale = None if upstream is None else upstream[a : a + self.size]
+        smoothing, weight = self.criterion.label_smoothing, self.criterion.weight
+        common = (logits, target, self.steps, self.dtype, smoothing, weight, scale)
+        if gradient and (self.fuse is True or (self.fuse == "auto" and logits.is_cuda)):
+            found = compiled_softmax(*common)
+            if found is not None:
+                return found
+        return softmax_in_place(*common, runner.overwrite, gradient)
+
+
+class _Sum(torch.autograd.Function):
+    """Sum of the losses; its gradients are found in forward."""
+
+    @staticmethod
+    def forward(ctx: Any, job: _Job, rows: Tensor, *parameters: Tensor) -> Tensor:
+        total, gradient, sums = job.gradients(rows, ctx.needs_input_grad[1], None)
+        ctx.job, ctx.count = job, rows.shape[0]
+        ctx.dtypes = [rows.dtype, *(p.dtype for p in parameters)]
+        ctx.save_for_backward(gradient, *sums)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        _refuse_second_derivative()
+        gradient, *sums = ctx.saved_tensors
+        if not ctx.job.chunks:  # every row was ignored: no gradient, whatever nan or inf comes from above
+            grad = torch.zeros_like(grad)
+        overwrite = not keeps_graph()
+        found = [
+            None if value is None else _scaled(value, grad, dtype, overwrite)
+            for value, dtype in zip([gradient, *sums], ctx.dtypes, strict=True)
+        ]
+        if found[0] is not None:
+            found[0] = ctx.job.spread(found[0], ctx.count)
+        return None, *found
+
+
+class _Each(torch.autograd.Function):
+    """Each row's loss. The gradients need what arrives in backward, so the chunks run again there."""
+
+    @staticmethod
+    def forward(ctx: Any, job: _Job, rows: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.job = job
+        ctx.save_for_backward(rows, *parameters)
+        return job.spread(job.losses(rows), rows.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        _refuse_second_derivative()
+        rows, *parameters = ctx.saved_tensors
+        upstream = grad if ctx.job.keep is None else grad.index_select(0, ctx.job.keep)
+        _, gradient, sums = ctx.job.gradients(rows, ctx.needs_input_grad[1], upstream)
+        if gradient is not None:
+            gradient = ctx.job.spread(gradient, rows.shape[0])
+        found = [None if s is None else s.to(p.dtype) for s, p in zip(sums, parameters, strict=True)]
+        return None, gradient, *found
+
+
+def _refuse_second_derivative() -> None:
+    if torch.is_grad_enabled():
+        raise RematError(
+            "backward(create_graph=True) reached a chunked loss, which has no second derivative: its first "
+            "was computed in forward and the logits are gone; take the chunked head off for this step "
+            "(handle.remove())"
+        )
+
+
+def _scaled(value: Tensor, factor: Tensor, dtype: torch.dtype, overwrite: bool) -> Tensor:
+    """`value * factor` in `dtype`, computed in the wider of the two and rounded once."""
+    out = value if overwrite and value.dtype == dtype else torch.empty_like(value, dtype=dtype)
+    return torch.mul(value, factor.reshape((1,) * value.dim()), out=out)
+
+
+# -------------------------------------------------------------------------------------- one chunk's head
+
+
+class _Runner(Protocol):
+    """Runs a head on chunk after chunk and adds up the gradients of its parameters."""
+
+    overwrite: bool  # nothing needs the logits again: they may be written over
+
+    def logits(self, rows: Tensor) -> Tensor: ...
+
+    def backward(self, slope: Tensor) -> Tensor | None:
+        """From the gradient of the latest logits: the gradient of its rows, if wanted."""
+
+    def parameters(self) -> list[Tensor | None]:
+        """The sum for each of `Parameters.trained`."""
+
+
+def _runner(head: Head, needs_rows: bool, chunks: int) -> _Runner:
+    linear = head.linear
+    if linear is None:
+        return _ModuleRunner(head, needs_rows, chunks)
+    return _LinearRunner(linear, head, needs_rows, chunks)
+
+
+class _LinearRunner:
+    """A plain nn.Linear: products written out, so that nothing is kept and nothing is formed twice."""
+
+    overwrite = True
+
+    def __init__(self, linear: nn.Linear, head: Head, needs_rows: bool, chunks: int) -> None:
+        cast = head.autocast.dtype
+        if not head.autocast.enabled or linear.weight.dtype == torch.float64:  # autocast leaves fp64 alone
+            cast = None
+        self._cast = cast or linear.weight.dtype
+        self._weight = linear.weight.detach().to(self._cast)
+        self._bias = None if linear.bias is None else linear.bias.detach().to(self._cast)
+        self._needs_rows, self._chunks = needs_rows, chunks
+        self._trained = head.parameters.trained
+        self._sums = {id(p): GradientSum(p.dtype, chunks) for p in self._trained}
+        self._of_weight = self._sums.get(id(linear.weight))
+        self._of_bias = None if linear.bias is None else self._sums.get(id(linear.bias))
+
+    def logits(self, rows: Tensor) -> Tensor:
+        self._rows = rows.to(self._cast)
+        return F.linear(self._rows, self._weight, self._bias)
+
+    def backward(self, slope: Tensor) -> Tensor | None:
+        if self._of_weight is not None:
+            self._of_weight.add_product(slope, self._rows)
+        if self._of_bias is not None:
+            self._of_bias.add(slope.sum(0, dtype=self._of_bias.dtype))
+        return slope @ self._weight if self._needs_rows else None
+
+    def parameters(self) -> list[Tensor | None]:
+        return [_total(self._sums[id(p)], p, self._chunks) for p in self._trained]
+
+
+class _ModuleRunner:
+    """Any module: it runs on stand-ins for its parameters, and autograd gives each chunk's gradients."""
+
+    overwrite = False
+
+    def __init__(self, head: Head, needs_rows: bool, chunks: int) -> None:
+        self._head, self._needs_rows, self._chunks = head, needs_rows, chunks
+        self._stand_ins = head.parameters.stand_ins()
+        self._sums = [GradientSum(p.dtype, chunks) for p in head.parameters.trained]
+
+    def logits(self, rows: Tensor) -> Tensor:
+        self._rows = rows.detach().requires_grad_(self._needs_rows)
+        replaced = self._head.parameters.replaced(self._stand_ins)
+        with torch.enable_grad(), self._head.autocast.again(), replaced:
+            self._logits = self._head.run(self._rows)
+        return self._logits.detach()
+
+    def backward(self, slope: Tensor) -> Tensor | None:
+        inputs = [self._rows, *self._stand_ins] if self._needs_rows else self._stand_ins
+        found = torch.autograd.grad(self._logits, inputs, slope, allow_unused=True)
+        del self._logits
+        for total, piece in zip(self._sums, found[-len(self._sums) :] if self._sums else (), strict=True):
+            total.add(piece)
+        return found[0] if self._needs_rows else None
+
+    def parameters(self) -> list[Tensor | None]:
+        trained = self._head.parameters.trained
+        return [_total(s, p, self._chunks) for s, p in zip(self._sums, trained, strict=True)]
+
+
+def _total(found: GradientSum, parameter: Tensor, chunks: int) -> Tensor | None:
+    """A parameter that the head does not use has no gradient; without any rows it has zeros, as in torch."""
+    return found.total if chunks else torch.zeros_like(parameter)

@@ -1,0 +1,185 @@
+"""Softmax cross entropy of a chunk of logits with its gradient: in place, or compiled into one kernel.
+
+With p = softmax(x), a class weight w (1 if there is none), smoothing s and V classes, a row's loss is
+
+    (1 - s) w_t (lse - x_t)  +  s/V sum_c w_c (lse - x_c),          lse = logsumexp(x)
+
+and its gradient with respect to x_c
+
+    a p_c  -  (1 - s) w_t [c = t]  -  s/V w_c,                      a = (1 - s) w_t + s/V sum_c w_c
+
+where x is what the recorded steps (a cast, a scale, a softcap) make of the head's logits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+__all__ = ["Fuse", "Step", "apply_steps", "compiled_softmax", "softmax_fusible", "softmax_in_place"]
+
+_LOG = logging.getLogger(__name__)
+
+Step = tuple[Literal["cast", "mul", "div", "tanh"], Any]
+"""One elementwise operation between the head and the loss: ("cast", dtype), ("mul", 2.0), ("tanh", None)."""
+
+Fuse = bool | Literal["auto"]
+"""Whether softmax and gradient are one compiled kernel. "auto": on CUDA, where a compiler works."""
+
+
+def apply_steps(steps: tuple[Step, ...], logits: Tensor) -> Tensor:
+    for kind, value in steps:
+        if kind == "cast":
+            logits = logits.to(value)
+        elif kind == "tanh":
+            logits = torch.tanh(logits)
+        else:
+            logits = logits * value if kind == "mul" else logits / value
+    return logits
+
+
+def _row_terms(
+    target: Tensor, dtype: torch.dtype, smoothing: float, weight: Tensor | None, vocabulary: int
+) -> tuple[Any, Any, Any]:
+    """(1 - s) w_t, a, s/V w: numbers without class weights, tensors with."""
+    if weight is None:
+        return 1.0 - smoothing, 1.0, smoothing / vocabulary
+    weight = weight.to(dtype)
+    own = (1.0 - smoothing) * weight[target]
+    return own, own + smoothing / vocabulary * weight.sum(), smoothing / vocabulary * weight
+
+
+def softmax_in_place(
+    logits: Tensor,
+    target: Tensor,
+    steps: tuple[Step, ...],
+    dtype: torch.dtype,
+    smoothing: float,
+    weight: Tensor | None,
+    upstream: Tensor | None,
+    overwrite: bool,
+    gradient: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Rows' losses and the gradient of `logits`, in one buffer of `dtype` (the logits' own, if possible)."""
+    x, kept, dtypes = logits, [], []
+    for kind, value in steps:
+        dtypes.append(x.dtype)
+        if kind == "cast":
+            cast = x.to(value)
+            overwrite, x = overwrite or cast is not x, cast
+        elif kind == "tanh":
+            x = x.tanh_() if overwrite else x.tanh()
+            kept.append(x)
+            overwrite = False  # its gradient needs it
+        else:
+            out = x if overwrite else torch.empty_like(x)
+            x = torch.mul(x, value, out=out) if kind == "mul" else torch.div(x, value, out=out)
+            overwrite = True
+    last = x.dtype
+    wide = x.to(dtype)
+    x = wide if overwrite or wide is not x else x.clone()
+    del logits, wide
+
+    own, all_of_it, spread = _row_terms(target, dtype, smoothing, weight, x.shape[1])
+    at_target = x.gather(1, target[:, None])[:, 0]
+    smooth = 0.0 if not smoothing else x.sum(1) * spread if weight is None else x @ spread
+    top = x.amax(1, keepdim=True)
+    x.sub_(top).exp_()
+    norm = x.sum(1)
+    lse = norm.log() + top[:, 0]
+    loss = all_of_it * lse - own * at_target - smooth
+    if not gradient:
+        return loss, None
+
+    scale: Any = 1.0 if upstream is None else upstream.to(dtype)
+    x.mul_((all_of_it * scale / norm)[:, None])
+    if smoothing:
+        x.sub_(spread if upstream is None else scale[:, None] * spread)
+    hit = (own * scale) * torch.ones_like(norm)
+    x.scatter_add_(1, target[:, None], -hit[:, None])
+    x = x.to(last)
+    for (kind, value), before in zip(reversed(steps), reversed(dtypes), strict=True):
+        if kind == "cast":
+            x = x.to(before)
+        elif kind == "tanh":
+            x.mul_(kept.pop().square_().neg_().add_(1.0))
+        else:
+            x = x.mul_(value) if kind == "mul" else x.div_(value)
+    return loss, x
+
+
+def softmax_fusible(
+    logits: Tensor,
+    target: Tensor,
+    steps: tuple[Step, ...],
+    dtype: torch.dtype,
+    smoothing: float,
+    weight: Tensor | None,
+    upstream: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The same without in-place operations or scatter: a compiler makes two passes over the logits of it."""
+    x, slope = logits, None
+    for kind, value in steps:
+        x = apply_steps(((kind, value),), x)
+        if kind == "tanh":
+            factor: Any = 1.0 - x.to(dtype).square()
+        elif kind == "cast":
+            continue
+        else:
+            factor = value if kind == "mul" else 1.0 / value
+        slope = factor if slope is None else slope * factor
+    x = x.to(dtype)
+    own, all_of_it, spread = _row_terms(target, dtype, smoothing, weight, x.shape[1])
+    top = x.amax(1, keepdim=True)
+    lse = (x - top).exp().sum(1).log() + top[:, 0]
+    hit = torch.arange(x.shape[1], device=x.device)[None] == target[:, None]
+    at_target = x.gather(1, target[:, None])[:, 0]
+    loss = all_of_it * lse - own * at_target
+    if weight is not None:
+        own, all_of_it = own[:, None], all_of_it[:, None]
+    gradient = (x - lse[:, None]).exp() * all_of_it - torch.where(hit, own, 0.0)
+    if smoothing:
+        loss = loss - (x * spread).sum(1)
+        gradient = gradient - spread
+    if upstream is not None:
+        gradient = gradient * upstream.to(dtype)[:, None]
+    if slope is not None:
+        gradient = gradient * slope
+    return loss, gradient.to(logits.dtype)
+
+
+# --------------------------------------------------------------------------------------- compiled softmax
+
+
+class Compiled:
+    """The fusible softmax, compiled; whether that works on this machine is found out by the first call."""
+
+    def __init__(self) -> None:
+        self.works: bool | None = None
+        self._kernel: Callable[..., tuple[Tensor, Tensor]] | None = None
+
+    def __call__(self, *args: Any) -> tuple[Tensor, Tensor] | None:
+        """None where nothing can be compiled."""
+        if self.works is False:
+            return None
+        if self._kernel is None:
+            self._kernel = torch.compile(softmax_fusible, fullgraph=True)
+        if self.works:
+            return self._kernel(*args)
+        try:
+            found = self._kernel(*args)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # what a missing compiler raises differs from version to version
+            self.works = False
+            _LOG.warning("the chunked loss runs unfused: its softmax could not be compiled: %s", error)
+            return None
+        self.works = True
+        return found
+
+
+compiled_softmax = Compiled()

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from remat._torch_private import sequence_number
 from remat.errors import CaptureError
@@ -51,7 +52,10 @@ def capture(
     `reseed` draws other random numbers and turns the float inputs around: a second capture that must give
     the same graph shows that no Python number depends on data or chance.
     """
-    parameters = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    parameters = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
     _refuse_unsupported([tensor for _, tensor in parameters], tensors((args, kwargs)))
     with _no_trace(module, tensors((args, kwargs))):
         if reseed is not None:
@@ -80,7 +84,9 @@ def _seed(seed: int, inputs: list[torch.Tensor]) -> None:
 def _refuse_unsupported(parameters: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
     for tensor in (*parameters, *inputs):
         if tensor.layout is not torch.strided:
-            raise CaptureError(f"a sparse tensor ({tensor.layout}) takes part; its values cannot be told apart")
+            raise CaptureError(
+                f"a sparse tensor ({tensor.layout}) takes part; its values cannot be told apart"
+            )
     for tensor in inputs:
         if not has_storage(tensor):
             raise CaptureError(f"an input of type {type(tensor).__name__} has no storage of its own")
@@ -96,7 +102,9 @@ class _Entry(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, make: Callable[[], tuple[torch.Tensor, ...]]) -> Any:
         copies = make()
-        ctx.mark_non_differentiable(*(copy for copy in copies if not (copy.is_floating_point() or copy.is_complex())))
+        ctx.mark_non_differentiable(
+            *(copy for copy in copies if not (copy.is_floating_point() or copy.is_complex()))
+        )
         return copies
 
     @staticmethod
@@ -145,7 +153,8 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
 def _no_trace(module: nn.Module, inputs: list[torch.Tensor]) -> Iterator[None]:
     """Random state and buffers as before."""
     cuda = sorted({t.device.index for t in (*module.parameters(), *inputs) if t.device.type == "cuda"})
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    values = [buffer for buffer in module.buffers() if not isinstance(buffer, FakeTensor)]  # those have none
+    buffers = [(buffer, buffer.detach().clone()) for buffer in values]
     versions = [buffer._version for buffer, _ in buffers]
     try:
         with torch.random.fork_rng(devices=cuda):
@@ -230,7 +239,10 @@ class _Builder:
 
     def _slots(self) -> tuple[Saved, ...]:
         """Saved tensors in the order in which backward will ask for them: the last made node comes first."""
-        rank = {n: place for place, n in enumerate(sorted(range(len(self.nodes)), key=self._sequence, reverse=True))}
+        rank = {
+            n: place
+            for place, n in enumerate(sorted(range(len(self.nodes)), key=self._sequence, reverse=True))
+        }
         slots = [
             (rank[saved.node], saved, self.recorder.intern(saved.tensor))
             for saved in self.saved
@@ -247,7 +259,9 @@ class _Builder:
 
     def _sources(self, slots: tuple[Saved, ...]) -> tuple[Source, ...]:
         """Where to find values that are not among the saved tensors: inputs first, then module boundaries."""
-        found = {value: Source(value, "input", position) for position, value in enumerate(self.recorder.inputs)}
+        found = {
+            value: Source(value, "input", position) for position, value in enumerate(self.recorder.inputs)
+        }
         taken = {slot.value for slot in slots}
         for value, source in self.seen.items():
             if value not in taken:
@@ -299,4 +313,3 @@ class _Builder:
             reason=raw.reason,
             source=raw.source,
         )
-

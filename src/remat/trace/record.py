@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from remat.records import Arg, Const, Ref, Role
+from remat.trace.flops import flops_of
 
 __all__ = ["RawOp", "RawValue", "Recorder"]
 
@@ -34,7 +34,13 @@ _DATA_DEPENDENT = {
 }  # fmt: skip
 _LIFTED = {"lift_fresh", "lift", "lift_fresh_copy"}
 # Their second result is a workspace that only their own backward understands.
-_WORKSPACES = {"_cudnn_rnn", "miopen_rnn", "mkldnn_rnn_layer", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell"}
+_WORKSPACES = {
+    "_cudnn_rnn",
+    "miopen_rnn",
+    "mkldnn_rnn_layer",
+    "_thnn_fused_lstm_cell",
+    "_thnn_fused_gru_cell",
+}
 # These write their target without reading it, so a replay starts from fresh memory.
 OVERWRITES = {"copy_", "fill_", "zero_"}
 _LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
@@ -170,6 +176,8 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:  # `x.device` of a fake tensor: a question, not an operation
+            return func(*args, **kwargs)
         encoder = _Encoder(self)
         reason = ""
         try:
@@ -203,7 +211,8 @@ class Recorder(TorchDispatchMode):
         written_values = [(p, self.intern(tensor, Role.INTERNAL, number)) for p, tensor in written.items()]
         results = list(result) if isinstance(result, (tuple, list)) else [result]
         outputs = [
-            self.intern(item, Role.INTERNAL, number) if isinstance(item, torch.Tensor) else -1 for item in results
+            self.intern(item, Role.INTERNAL, number) if isinstance(item, torch.Tensor) else -1
+            for item in results
         ]
         made = [value for value in outputs if value >= 0]
         if made and not written and set(made) <= set(refs):
@@ -224,7 +233,7 @@ class Recorder(TorchDispatchMode):
                 outputs=outputs,
                 written=written_values,
                 view=view,
-                flops=_flops(func, args, kwargs, result),
+                flops=flops_of(func, args, kwargs, result),
                 reason=reason or _why_not_replayable(func, name, args, kwargs),
                 source=_user_line(),
             )
@@ -290,16 +299,6 @@ def _why_not_replayable(func: Any, name: str, args: tuple[Any, ...], kwargs: dic
     if any(isinstance(a, torch.Generator) for a in (*args, *kwargs.values())):
         return "draws random numbers"
     return ""
-
-
-def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    formula = flop_registry.get(getattr(func, "_overloadpacket", None))
-    if formula is None:
-        return 0
-    try:
-        return int(formula(*args, **kwargs, out_val=result))
-    except Exception:  # a formula that does not know this overload; the figure is only an estimate
-        return 0
 
 
 def _user_line() -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from remat.records import Op, RegionGraph, Value
 from remat.run.replay import replay, replaying
@@ -20,7 +21,12 @@ __all__ = ["checked"]
 
 
 def checked(capture: Capture) -> Capture:
-    """The same capture with operations and values that do not replay to the bit marked as such."""
+    """The same capture with operations and values that do not replay to the bit marked as such.
+
+    Fake tensors have no bits: what was captured of them stands until a real step confirms it.
+    """
+    if any(isinstance(tensor, FakeTensor) for tensor in capture.tensors):
+        return capture
     graph = capture.graph
     ops, lost = list(graph.ops), set[int]()
     with replaying():

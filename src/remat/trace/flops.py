@@ -1,0 +1,46 @@
+"""Floating-point operations of one call: torch's own formulas, and those of attention on the host.
+
+Attention that is causal skips the upper half of its work, which torch's formulas do not know.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+__all__ = ["flops_of"]
+
+_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_BACKWARD_PRODUCTS = 5  # scores again, and the gradients of values, scores, keys and queries; forward has two
+_FORWARD_PRODUCTS = 2
+
+
+def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """0 for operations that only move data, and for those that no formula knows."""
+    packet = getattr(func, "_overloadpacket", None)
+    try:
+        if packet == _FORWARD:
+            return _attention(*args[:3], bool(_argument(func, args, kwargs, "is_causal")))
+        if packet == _BACKWARD:
+            forward = _attention(*args[1:4], bool(_argument(func, args, kwargs, "is_causal")))
+            return forward * _BACKWARD_PRODUCTS // _FORWARD_PRODUCTS
+        formula = flop_registry.get(packet)
+        return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+    except Exception:  # a formula that does not know this overload; the figure is only an estimate
+        return 0
+
+
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool) -> int:
+    batch, heads, length, width = query.shape
+    flops = 2 * batch * heads * length * key.shape[2] * (width + value.shape[3])
+    return flops // 2 if causal else flops
+
+
+def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            return args[place] if place < len(args) else kwargs.get(name, argument.default_value)
+    return None

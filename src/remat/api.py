@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,21 +12,23 @@ from torch import nn
 
 from remat.check import verify as check_verify
 from remat.check.peak import step_peak
+from remat.check.regions import verify_regions
 from remat.check.step import Loss, run_step, signature, tensors_of
 from remat.check.untouched import untouched
 from remat.check.verify import Verification
-from remat.errors import InputError, RematError
+from remat.errors import BudgetError, InputError, RematError
 from remat.handle import Handle, apply
 from remat.planner.schedule import keep_everything, schedule
 from remat.planner.simulate import simulate
 from remat.profiling import Request, build_profile, device_of
-from remat.records import Action, Plan, Profile
+from remat.records import Action, Mode, Phase, Plan, Profile
 from remat.show.progress import showing
 from remat.units import format_bytes, parse_bytes
 
 __all__ = ["Handle", "apply", "fit", "plan", "profile", "verify"]
 
 Step = Callable[[], torch.Tensor]
+_MARGIN = 0.005  # added to the least budget: what a plan peaks above its prediction
 _TRIES = 4  # plans that are measured before fit gives up on meeting a budget
 _ACTIONS = (Action.KEEP, Action.RECOMPUTE)
 
@@ -107,7 +110,10 @@ def verify(
     """
     run = (lambda model, batch: step()) if step is not None else None
     planned = None if plan is None else (lambda: apply(model, plan))
-    return check_verify.verify(model, batch, planned, loss=loss, run=run, inputs=step is None)
+    # Inputs must not require gradients here: the regions were captured without.
+    return check_verify.verify(
+        model, batch, planned, loss=loss, run=run, inputs=plan is None and step is None
+    )
 
 
 # ------------------------------------------------------------------------------------------------- parts
@@ -124,12 +130,16 @@ def _request(
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; pass an nn.Module")
     if (batch is None) == (step is None):
-        raise InputError("give a batch (and loss= if the model returns none), or step=, a callable that returns the loss")
+        raise InputError(
+            "give a batch (and loss= if the model returns none), or step=, a callable that returns the loss"
+        )
     if step is not None:
         run: Step = step
     else:
+
         def run() -> torch.Tensor:
             return run_step(model, batch, loss)
+
     device = device_of(model)
     given = [] if batch is None else [t for t in tensors_of(batch) if t.device.type == device.type]
     seen = any(p.grad is not None for p in model.parameters())
@@ -153,7 +163,9 @@ def _actions(allow: Sequence[Action | str]) -> tuple[Action, ...]:
 
 def _check_budget_arguments(budget: int | str | None, activations: float | None) -> None:
     if (budget is None) == (activations is None):
-        raise InputError('give exactly one of budget= (bytes, "16GiB", "80%") and activations= (a share, like 0.4)')
+        raise InputError(
+            'give exactly one of budget= (bytes, "16GiB", "80%") and activations= (a share, like 0.4)'
+        )
     if activations is not None and not (isinstance(activations, (int, float)) and 0 < activations <= 1):
         raise InputError(f"activations={activations!r} must be a number above 0 and at most 1")
 
@@ -184,25 +196,46 @@ def _fitted(
     check: bool,
     progress: Callable[[str], None],
 ) -> Handle:
-    """Plan, run the plan, and tighten until the measured peak is within the budget."""
-    aim = budget_bytes
+    """Plan, run the plan, and tighten until the measured peak is within the budget and every replay is right."""
+    over = 0
     for _ in range(_TRIES):
-        made = replace(schedule(found, aim, allow=allowed), budget_bytes=budget_bytes)
+        made = _plan_below(found, budget_bytes, over, allowed)
         handle = apply(request.model, made, check=check)
         try:
             progress("running the plan once")
             over = _measured_excess(request, handle)
             if made.predicted_peak_bytes + over <= budget_bytes:
                 handle.plan = replace(made, predicted_peak_bytes=made.predicted_peak_bytes + over)
-                progress("verifying")
-                _verify_handle(request, handle)
-                return handle
+                progress("verifying region by region")
+                names = _with_room_to_compare(handle.plan)
+                handle.verification = verify_regions(request.model, request.run, handle.regions, names)
+                if handle.verification.ok:
+                    return handle
+                found = _without_recipes(found, handle)
+                over = 0
         except BaseException:
             handle.remove()
             raise
         handle.remove()
-        aim = budget_bytes - over
-    raise RematError(f"no plan was found whose measured peak is within {format_bytes(budget_bytes)} after {_TRIES} tries")
+    raise RematError(
+        f"no plan was found whose measured peak is within {format_bytes(budget_bytes)} after {_TRIES} tries; the "
+        f"last one peaked {format_bytes(over)} above its prediction: raise the budget by that much"
+    )
+
+
+def _plan_below(found: Profile, budget_bytes: int, over: int, allowed: tuple[Action, ...]) -> Plan:
+    """The fastest plan whose prediction leaves room for what the last one peaked above its own."""
+    try:
+        made = schedule(found, budget_bytes - over, allow=allowed)
+    except BudgetError as error:
+        needed = math.ceil((error.needed + over) * (1 + _MARGIN))
+        _, _, rest = str(error).partition(". ")
+        raise BudgetError(
+            f"budget {format_bytes(budget_bytes)}, but {format_bytes(needed)} ({needed} bytes) is the least this step "
+            f"can run in; raise the budget by {format_bytes(needed - budget_bytes)}. {rest}".strip(),
+            needed=needed,
+        ) from None
+    return replace(made, budget_bytes=budget_bytes)
 
 
 def _measured_excess(request: Request, handle: Handle) -> int:
@@ -217,6 +250,28 @@ def _measured_excess(request: Request, handle: Handle) -> int:
     return handle.measured.above_bytes - predicted
 
 
-def _verify_handle(request: Request, handle: Handle) -> None:
-    """Bits were compared region by region while the menu was measured; compare the whole step where it fits."""
-    handle.verification = None
+def _with_room_to_compare(plan: Plan) -> set[str]:
+    """Regions that can hold what they drop and its replay side by side, when their forward returns."""
+    names = set()
+    for point in simulate(plan.profile, plan.choices).points:
+        if point.call >= 0 and point.phase is Phase.FORWARD:
+            entry = plan.entry(point.call)
+            if point.start_bytes + entry.forward_peak_bytes + entry.backward_peak_bytes <= plan.budget_bytes:
+                names.add(plan.profile.calls[point.call].name)
+    return names
+
+
+def _without_recipes(found: Profile, handle: Handle) -> Profile:
+    """The same profile without the recipes of the regions whose replay was wrong."""
+    wrong = {region.name for region in handle.regions if region.counts.fallbacks}
+    kinds = {call.kind for call in found.calls if call.name in wrong}
+    return replace(
+        found,
+        kinds=tuple(
+            replace(kind, menu=tuple(e for e in kind.menu if e.mode is not Mode.RECIPE))
+            if i in kinds
+            else kind
+            for i, kind in enumerate(found.kinds)
+        ),
+        notes=(*found.notes, *(f"{name}: its recipes failed verification" for name in sorted(wrong))),
+    )

@@ -8,7 +8,7 @@ import math
 import types
 import typing
 from enum import Enum
-from functools import lru_cache
+from functools import cache
 from typing import Any, TypeVar
 
 from remat import records
@@ -22,7 +22,9 @@ T = TypeVar("T")
 
 def to_json(record: Any) -> str:
     """The record as JSON text."""
-    return json.dumps({"remat": type(record).__name__, **_encode(record)}, separators=(",", ":"), allow_nan=False)
+    return json.dumps(
+        {"remat": type(record).__name__, **_encode(record)}, separators=(",", ":"), allow_nan=False
+    )
 
 
 def from_json(cls: type[T], text: str) -> T:
@@ -30,7 +32,9 @@ def from_json(cls: type[T], text: str) -> T:
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
-        raise PlanError(f"not JSON: {error}; save the {cls.__name__.lower()} again with .save(path)") from None
+        raise PlanError(
+            f"not JSON: {error}; save the {cls.__name__.lower()} again with .save(path)"
+        ) from None
     if not isinstance(data, dict) or data.get("remat") != cls.__name__:
         found = data.get("remat") if isinstance(data, dict) else type(data).__name__
         raise PlanError(f"this file holds {found!r}, not a remat {cls.__name__}")
@@ -61,7 +65,7 @@ def _encode(value: Any) -> Any:
     return value
 
 
-@lru_cache(maxsize=None)
+@cache
 def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls, vars(records))
 

@@ -78,13 +78,17 @@ def build_profile(request: Request, progress: Progress) -> Profile:
     step = _step_bytes(request, device)
     with untouched(model, request.optimizer), quiet(model):
         progress("surveying regions")
-        found = survey(model, blocks, request.run, progress)
+        kinds: list[Kind] = []
+
+        def measure(species: Species, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            kinds.append(_kind(species, (args, kwargs), device, progress))
+
+        found = survey(model, blocks, request.run, progress, measure)
         if not found.sightings:
             raise InputError(
                 f"{type(model).__name__} has no repeated blocks that this step calls; mark what should be planned "
                 'with remat.region("name", fn)'
             )
-        kinds = [_kind(species, device, progress) for species in found.species]
         progress("timing a step")
         _frugal_step(model, blocks, request.run)
         seconds = min(_frugal_step(model, blocks, request.run) for _ in range(2))
@@ -154,7 +158,9 @@ def _step_bytes(request: Request, device: torch.device) -> StepBytes:
 
 
 def _storage_bytes(found: Any, device: torch.device) -> int:
-    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in found if t.device.type == device.type}
+    storages = {
+        t.untyped_storage()._cdata: t.untyped_storage() for t in found if t.device.type == device.type
+    }
     return sum(storage.nbytes() for storage in storages.values())
 
 
@@ -192,7 +198,10 @@ def _notes(found: Survey) -> tuple[str, ...]:
 # ------------------------------------------------------------------------------------------------- menus
 
 
-def _kind(species: Species, device: torch.device, progress: Progress) -> Kind:
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _kind(species: Species, inputs: Inputs, device: torch.device, progress: Progress) -> Kind:
     """Every entry of this region's menu, measured."""
     example, graph = species.example, species.graph
     progress(f"solving and measuring the menu of {example.name}")
@@ -201,9 +210,9 @@ def _kind(species: Species, device: torch.device, progress: Progress) -> Kind:
     def full(*args: Any, **kwargs: Any) -> Any:
         return run_checkpointed(example.forward, args, kwargs, Options(name=example.name), modules)
 
-    bench(example.forward, species.inputs, modules, device)  # warm: kernels are loaded, workspaces made
-    keep = bench(example.forward, species.inputs, modules, device)
-    again = bench(full, species.inputs, modules, device)
+    bench(example.forward, inputs, modules, device)  # warm: kernels are loaded, workspaces made
+    keep = bench(example.forward, inputs, modules, device)
+    again = bench(full, inputs, modules, device)
     forward_seconds = sum(op.seconds for op in graph.ops) if graph is not None else keep.seconds / 3
     entries = [
         _entry(Mode.KEEP, keep, 0.0, graph, len(example.inputs)),
@@ -212,7 +221,7 @@ def _kind(species: Species, device: torch.device, progress: Progress) -> Kind:
     note = species.note
     for recipe in _recipes(graph, device) if graph is not None else ():
         try:
-            measured = _bench_recipe(species, recipe, device)
+            measured = _bench_recipe(species, recipe, inputs, device)
         except CaptureError as error:
             note = note or str(error)
             continue
@@ -242,23 +251,30 @@ def _extra(measured: Bench, keep: Bench, replay_seconds: float, device: torch.de
     return max(measured.seconds - keep.seconds, _LEAST_SHARE * replay_seconds)
 
 
-def _bench_recipe(species: Species, recipe: Recipe, device: torch.device) -> Bench:
+def _bench_recipe(species: Species, recipe: Recipe, inputs: Inputs, device: torch.device) -> Bench:
     """Run a recipe: first with every rebuilt tensor compared bit for bit, then as in training."""
     example = species.example
     assert species.graph is not None
     variant = Variant(Mode.RECIPE, compile_recipe(species.graph, recipe, device))
     planned = PlannedRegion(example.name, example.tower, {species.signature: variant}, shadow=True)
     with installed_region(example.module, example.forward, planned) as call:
-        bench(call, species.inputs, (example.module,), device, repeats=0)
-        planned.shadow = planned.check = False  # the check waits for the device; once per step, not per region
-        measured = bench(call, species.inputs, (example.module,), device)
+        bench(call, inputs, (example.module,), device, repeats=0)
+        planned.shadow = planned.check = (
+            False  # the check waits for the device; once per step, not per region
+        )
+        measured = bench(call, inputs, (example.module,), device)
     if planned.counts.fallbacks:
         raise CaptureError(planned.counts.why)
     return measured
 
 
 def _entry(
-    mode: Mode, measured: Bench, extra: float, graph: RegionGraph | None, inputs: int, recipe: Recipe | None = None
+    mode: Mode,
+    measured: Bench,
+    extra: float,
+    graph: RegionGraph | None,
+    inputs: int,
+    recipe: Recipe | None = None,
 ) -> Entry:
     held_outputs: dict[int, int] = {}  # storage -> position, of outputs that autograd holds by itself
     holds_inputs = tuple(range(inputs))

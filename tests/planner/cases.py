@@ -100,6 +100,10 @@ def naive_peaks(given: Profile, choices: Sequence[int]) -> list[int]:
             level += given.step.gradients - (given.segments[k - 1].gradient_bytes if k else 0)
         for call in range(len(given.calls)):
             extra = chosen[call].resident_bytes - full[call].resident_bytes
+            for position, boundary in enumerate(given.calls[call].outputs):
+                if not any(boundary in other.inputs for other in given.calls):  # only its maker can hold it
+                    holds = [position in entry.holds_outputs for entry in (chosen[call], full[call])]
+                    extra += given.boundary_bytes[boundary] * (holds[0] - holds[1])
             if call in backward and forward[call] < k <= backward[call]:
                 level += extra
             if call not in backward and forward[call] < k:

@@ -33,7 +33,9 @@ class OptimizerBytes:
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> OptimizerBytes:
     """The optimizer's bytes on the device once it has stepped."""
-    present = sum(t.untyped_storage().nbytes() for t in _state_tensors(optimizer) if t.device.type == device.type)
+    present = sum(
+        t.untyped_storage().nbytes() for t in _state_tensors(optimizer) if t.device.type == device.type
+    )
     state = temporary = 0
     for group in optimizer.param_groups:
         trained = [p for p in group["params"] if p.requires_grad and p.device.type == device.type]
@@ -53,7 +55,11 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def _probe(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype, device: torch.device, count: int
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    count: int,
 ) -> tuple[int, int]:
     """(state, temporary) bytes of one step of a twin that has `count` parameters."""
     parameters = [nn.Parameter(torch.zeros(_SIDE, _SIDE, dtype=dtype, device=device)) for _ in range(count)]
@@ -70,4 +76,6 @@ def _probe(
         meter.reset_peak()
         twin.step()
         temporary = meter.peak_bytes() - start
-    return sum(t.untyped_storage().nbytes() for t in _state_tensors(twin) if t.device.type == device.type), temporary
+    return sum(
+        t.untyped_storage().nbytes() for t in _state_tensors(twin) if t.device.type == device.type
+    ), temporary

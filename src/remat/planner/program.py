@@ -20,7 +20,17 @@ from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import coo_array, csr_array, hstack
 
 from remat.errors import InputError
-from remat.planner.simulate import Boundary, Span, boundaries, call_label, segment_peak, simulate, spans
+from remat.planner.simulate import (
+    Boundary,
+    Span,
+    boundaries,
+    call_label,
+    held_bytes,
+    segment_peak,
+    simulate,
+    spans,
+    unread_outputs,
+)
 from remat.records import Action, Entry, Mode, Profile
 
 __all__ = [
@@ -106,6 +116,7 @@ def program(profile: Profile, allow: Sequence[Action]) -> Program:
         own.setdefault(segment.call, []).append(index)
     shared: dict[tuple[object, ...], tuple[Option, ...]] = {}
     calls = []
+    unread = unread_outputs(profile)
     for index, (call, span) in enumerate(zip(profile.calls, spans(profile), strict=True)):
         mine = tuple(own.get(index, ()))
         measured = tuple(profile.segments[k].peak_bytes - profile.segments[k].start_bytes for k in mine)
@@ -117,9 +128,10 @@ def program(profile: Profile, allow: Sequence[Action]) -> Program:
             phases,
             span is None,
             span is not None and span.recorded,
+            tuple(unread[index].items()),
         )
         if key not in shared:
-            shared[key] = _options(profile, index, span, mine, allow)
+            shared[key] = _options(profile, index, span, mine, unread[index], allow)
         if not shared[key]:
             allowed = ", ".join(action.name for action in allow) or "nothing"
             raise InputError(
@@ -140,7 +152,12 @@ def program(profile: Profile, allow: Sequence[Action]) -> Program:
 
 
 def _options(
-    profile: Profile, index: int, span: Span | None, segments: Sequence[int], allow: Sequence[Action]
+    profile: Profile,
+    index: int,
+    span: Span | None,
+    segments: Sequence[int],
+    unread: dict[int, int],
+    allow: Sequence[Action],
 ) -> tuple[Option, ...]:
     kind = profile.kinds[profile.calls[index].kind]
     reference = kind.menu[kind.reference]
@@ -149,7 +166,7 @@ def _options(
     for number, entry in enumerate(kind.menu):
         if not actions(entry) <= set(allow):
             continue
-        extra = entry.resident_bytes - reference.resident_bytes
+        extra = held_bytes(entry, unread) - held_bytes(reference, unread)
         if span is None:
             extra = 0
         elif not span.recorded:

@@ -139,6 +139,21 @@ def boundaries(profile: Profile) -> tuple[Boundary, ...]:
     return tuple(found)
 
 
+def unread_outputs(profile: Profile) -> tuple[dict[int, int], ...]:
+    """Per call: position -> bytes of the outputs that no region reads. What holds such a tensor is the region
+    that made it, and nobody else counts it."""
+    read = {boundary for call in profile.calls for boundary in call.inputs}
+    return tuple(
+        {p: profile.boundary_bytes[b] for p, b in enumerate(call.outputs) if b not in read}
+        for call in profile.calls
+    )
+
+
+def held_bytes(entry: Entry, unread: dict[int, int]) -> int:
+    """What a call holds in this entry, from its forward to its backward, boundary tensors read by others aside."""
+    return entry.resident_bytes + sum(unread.get(position, 0) for position in entry.holds_outputs)
+
+
 def simulate(profile: Profile, choices: Sequence[int]) -> Timeline:
     """The memory timeline of one step, and its seconds, if call i runs in entry `choices[i]` of its menu."""
     if len(choices) != len(profile.calls):
@@ -187,10 +202,12 @@ def _shifts(profile: Profile, chosen: Sequence[Entry], references: Sequence[Entr
             changes[last + 1] -= nbytes
 
     everywhere = spans(profile)
-    for span, entry, reference in zip(everywhere, chosen, references, strict=True):
+    for span, entry, reference, unread in zip(
+        everywhere, chosen, references, unread_outputs(profile), strict=True
+    ):
         if span is None:
             continue
-        extra = entry.resident_bytes - reference.resident_bytes
+        extra = held_bytes(entry, unread) - held_bytes(reference, unread)
         if not span.recorded:  # whether the reference held anything is unknown: count what is added only
             extra = max(extra, 0)
         between(span.forward + 1, span.backward, extra)

@@ -32,7 +32,9 @@ def region(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     if not isinstance(name, str) or not name:
         raise InputError(f"region name {name!r}; give a text that names this function in plans and errors")
     if not callable(fn):
-        raise InputError(f"region {name!r} got a {type(fn).__name__}; pass the function: remat.region(name, fn)(x)")
+        raise InputError(
+            f"region {name!r} got a {type(fn).__name__}; pass the function: remat.region(name, fn)(x)"
+        )
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if (_installed or _visitors) and torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -55,7 +57,9 @@ def _around(name: str) -> tuple[Around | None, nn.Module | None]:
 def install_function(name: str, around: Around, model: nn.Module) -> None:
     there = _installed.get(name)
     if there is not None and there[1]() is not None and there[1]() is not model:
-        raise InputError(f"a region named {name!r} is planned for another model; give each model's regions their own names")
+        raise InputError(
+            f"a region named {name!r} is planned for another model; give each model's regions their own names"
+        )
     _installed[name] = (around, weakref.ref(model))
 
 

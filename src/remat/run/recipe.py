@@ -118,7 +118,9 @@ class _Compiler:
     names: dict[str, Any] = field(default_factory=dict)  # namespace of the generated code
     lines: list[str] = field(default_factory=list)
     memo: dict[int, int] = field(default_factory=dict)
-    nodes: list[int] = field(default_factory=list)  # graph nodes that are needed, in the order `find` gives them
+    nodes: list[int] = field(
+        default_factory=list
+    )  # graph nodes that are needed, in the order `find` gives them
 
     def compile(self) -> Program:
         self.kept = set(self.recipe.kept)
@@ -213,7 +215,10 @@ class _Compiler:
         if where.kind == "input":
             return f"i[{where.position}]", f"input {where.position}"
         self.modules.add(where.module)
-        return f"z[{where.module!r}, {where.kind!r}, {where.call}][{where.position}]", f"{where.kind} of {where.module}"
+        return (
+            f"z[{where.module!r}, {where.kind!r}, {where.call}][{where.position}]",
+            f"{where.kind} of {where.module}",
+        )
 
     def _node(self, node: int) -> int:
         if node not in self.nodes:

@@ -33,7 +33,9 @@ def overload(name: str) -> Any:
     try:
         return getattr(getattr(getattr(torch.ops, namespace), packet), variant)
     except AttributeError:
-        raise PlanError(f"operator {name} is not known to torch {torch.__version__}; make the plan again") from None
+        raise PlanError(
+            f"operator {name} is not known to torch {torch.__version__}; make the plan again"
+        ) from None
 
 
 def decode(arg: Arg, get: Callable[[int], Any]) -> Any:
@@ -85,7 +87,9 @@ def twin(value: Value, tensor: torch.Tensor | None, device: torch.device) -> tor
     return fresh if tensor is None else fresh.copy_(tensor)
 
 
-def replay(graph: RegionGraph, op: Op, get: Callable[[int], torch.Tensor], device: torch.device) -> dict[int, Any]:
+def replay(
+    graph: RegionGraph, op: Op, get: Callable[[int], torch.Tensor], device: torch.device
+) -> dict[int, Any]:
     """Run the operation; the values it gives, by number."""
     function = overload(op.name)
     names = [argument.name for argument in function._schema.arguments]

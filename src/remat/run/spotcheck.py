@@ -25,7 +25,9 @@ __all__ = ["SAMPLES", "Grid", "SpotCheck", "sample_grid"]
 SAMPLES = 16  # elements of each tensor
 _BACKWARDS_REMEMBERED = 16  # backwards that raised never read their checks; only so many are held
 
-Grid = tuple[int, int, int, int]  # number of samples, stride between them, how often it can be moved, by how much
+Grid = tuple[
+    int, int, int, int
+]  # number of samples, stride between them, how often it can be moved, by how much
 Report = Callable[[int], str]  # told which slot differs; gives the sentence for the error
 
 
@@ -78,7 +80,9 @@ class SpotCheck:
 
     def _sample(self, place: int, tensor: torch.Tensor) -> torch.Tensor:
         count, spacing, places, shift = self._grids[place]
-        sample = tensor.as_strided((count,), (spacing,), tensor.storage_offset() + self._phase % places * shift)
+        sample = tensor.as_strided(
+            (count,), (spacing,), tensor.storage_offset() + self._phase % places * shift
+        )
         return torch.view_as_real(sample)[:, 0] if sample.is_complex() else sample
 
     def see(self, place: int, tensor: torch.Tensor) -> None:

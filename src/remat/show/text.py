@@ -40,7 +40,11 @@ class Report:
             _line("budget", format_bytes(plan.budget_bytes), ""),
             _line("peak", format_bytes(plan.predicted_peak_bytes), f"predicted, at {timeline.peak_at}"),
             *self._measured_lines(),
-            _line("plain step", format_bytes(plan.plain_peak_bytes), f"{format_seconds(plan.plain_seconds)}, predicted"),
+            _line(
+                "plain step",
+                format_bytes(plan.plain_peak_bytes),
+                f"{format_seconds(plan.plain_seconds)}, predicted",
+            ),
             _line(
                 "slowdown",
                 f"{plan.predicted_seconds / plan.plain_seconds:.3f}x" if plan.plain_seconds else "unknown",
@@ -62,13 +66,17 @@ class Report:
         step = self.plan.profile.step
         peak = step.parameters + step.buffers + step.other + self.measured.above_bytes
         reserved = self.measured.reserved_bytes
-        detail = "measured, forward and backward" + (f"; {format_bytes(reserved)} reserved" if reserved else "")
+        detail = "measured, forward and backward" + (
+            f"; {format_bytes(reserved)} reserved" if reserved else ""
+        )
         return [_line("", format_bytes(peak), detail)]
 
     def _region_lines(self) -> list[str]:
         """Equal regions in one line: how many, what they keep, what it costs."""
         plan = self.plan
-        groups = Counter((call.tower, call.kind, plan.choices[i]) for i, call in enumerate(plan.profile.calls))
+        groups = Counter(
+            (call.tower, call.kind, plan.choices[i]) for i, call in enumerate(plan.profile.calls)
+        )
         lines = [f"{'regions':<34}{'way':<10}{'held each':>12}{'of':>12}{'extra each':>12}"]
         for (tower, kind, choice), count in groups.items():
             found = plan.profile.kinds[kind]
@@ -113,7 +121,9 @@ class Report:
         elif path.suffix == ".txt":
             text = str(self) + "\n"
         else:
-            raise InputError(f"cannot write a report as {path.suffix or 'a file without ending'!r}; use .json or .txt")
+            raise InputError(
+                f"cannot write a report as {path.suffix or 'a file without ending'!r}; use .json or .txt"
+            )
         path.write_text(text, encoding="utf-8")
         return path
 
@@ -133,5 +143,12 @@ def _sparkline(timeline: Timeline) -> str:
     if not peaks:
         return ""
     low, high = min(p.start_bytes for p in timeline.points), max(peaks)
-    wide = [max(peaks[len(peaks) * i // _WIDTH : max(len(peaks) * (i + 1) // _WIDTH, len(peaks) * i // _WIDTH + 1)]) for i in range(min(_WIDTH, len(peaks)))]
+    wide = [
+        max(
+            peaks[
+                len(peaks) * i // _WIDTH : max(len(peaks) * (i + 1) // _WIDTH, len(peaks) * i // _WIDTH + 1)
+            ]
+        )
+        for i in range(min(_WIDTH, len(peaks)))
+    ]
     return "".join(_BARS[round((p - low) / max(high - low, 1) * (len(_BARS) - 1))] for p in wide)

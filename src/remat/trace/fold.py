@@ -26,7 +26,10 @@ _OUT_WITH_ALPHA = 3
 
 
 def folded(capture: Capture) -> Capture:
-    """The same priced capture with casts folded away where that is exact and faster."""
+    """The same priced capture with casts folded away where that is exact and faster. Only on an accelerator:
+    a host's kernels convert beforehand, in memory of their own."""
+    if not any(tensor.device.type == "cuda" for tensor in capture.tensors):
+        return capture
     for index in range(len(capture.graph.ops)):
         for fold in (_into_store, _into_load):
             candidate, before_seconds = fold(capture.graph, index)
@@ -47,7 +50,9 @@ _NONE: Fold = (None, 0.0)
 
 def _is_cast(op: Op) -> bool:
     """Changes the dtype and nothing else."""
-    return op.name == "aten._to_copy.default" and [name for name, _ in op.kwargs] == ["dtype"] and op.replayable
+    return (
+        op.name == "aten._to_copy.default" and [name for name, _ in op.kwargs] == ["dtype"] and op.replayable
+    )
 
 
 def _into_store(graph: RegionGraph, index: int) -> Fold:
@@ -92,7 +97,10 @@ def _into_load(graph: RegionGraph, index: int) -> Fold:
         if producer is None or not _is_cast(graph.ops[producer]):
             continue
         source = graph.ops[producer].inputs[0]
-        decides = graph.values[other.value].dtype == graph.values[arg.value].dtype and graph.values[other.value].shape
+        decides = (
+            graph.values[other.value].dtype == graph.values[arg.value].dtype
+            and graph.values[other.value].shape
+        )
         if decides and _narrows(graph, arg.value, source):
             args = list(op.args)
             args[place] = Ref(source)
@@ -129,4 +137,3 @@ def _is_exact(capture: Capture, op: Op) -> bool:
     except Exception:  # not possible in this form: the plain form stays
         return False
     return same_bits(results[made], capture.tensors[made])
-

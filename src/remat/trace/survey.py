@@ -1,9 +1,10 @@
 """The regions of one training step: which calls there are, which of them are alike, and how the step's memory
 moves while every region recomputes as a whole.
 
-Nothing here needs the plain step's memory. `survey` runs forward once with every region checkpointed and
-captures each region where it stands; `timeline` runs one whole step in that frugal way and reads the meter at
-every region's entry and exit, forward and backward.
+Nothing here needs the plain step's memory. `survey` runs forward twice with every region checkpointed: once to
+see which tensors pass between regions, once to capture each region where it stands (and to measure it there,
+so that no region's inputs need to be kept for later). `timeline` runs one whole step in that frugal way and
+reads the meter at every region's entry and exit, forward and backward.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from remat.trace.discover import Block
 from remat.trace.fold import folded
 from remat.trace.price import price
 from remat.trace.selfcheck import checked
-from remat.trees import map_tensors, signature, tensors
+from remat.trees import signature, tensors
 
 __all__ = ["Sighting", "Species", "Survey", "survey", "timeline"]
 
@@ -41,7 +42,6 @@ class Species:
 
     signature: str
     example: Sighting
-    inputs: tuple[tuple[Any, ...], dict[str, Any]]  # detached copies of the first call's inputs
     plain: RegionGraph | None = None  # as captured: what other calls are compared with
     graph: RegionGraph | None = None  # self-checked and priced
     note: str = ""
@@ -56,9 +56,13 @@ class Sighting:
     tower: str
     module: nn.Module  # owns the parameters: the block itself, or the whole model for a function
     forward: Callable[..., Any]
-    species: int
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    written_later: frozenset[int] = (
+        frozenset()
+    )  # inputs that the model writes to after the region has returned
+    shared: frozenset[int] = frozenset()  # inputs that other regions read too
+    species: int = -1
 
 
 @dataclass
@@ -111,27 +115,37 @@ def frugally(name: str, module: nn.Module, forward: Callable[..., Any], args: An
 # -------------------------------------------------------------------------------------------- the survey
 
 
+Measure = Callable[[Species, tuple[Any, ...], dict[str, Any]], None]
+
+
 def survey(
-    model: nn.Module, blocks: Sequence[Block], run: Callable[[], torch.Tensor], progress: Progress
+    model: nn.Module,
+    blocks: Sequence[Block],
+    run: Callable[[], torch.Tensor],
+    progress: Progress,
+    measure: Measure | None = None,
 ) -> Survey:
-    """Run forward once, every region checkpointed, and capture each region where it is called."""
-    return _Surveyor(model, progress).run(blocks, run)
+    """Run forward twice, every region checkpointed. `measure(species, args, kwargs)` is called for each distinct
+    region, in the middle of forward, with the arguments that it is about to be called with."""
+    found = _Sights(model).run(blocks, run)
+    _Captures(model, found, progress, measure).run(blocks, run)
+    return found
 
 
-class _Surveyor:
-    def __init__(self, model: nn.Module, progress: Progress) -> None:
+class _Sights:
+    """First run: which calls there are and which tensors pass between them."""
+
+    def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._progress = progress
         self._result = Survey()
         self._calls: dict[str, int] = {}
         self._boundary: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
-        self._versions: list[tuple[int, int, torch.Tensor, int]] = []  # (species, input, tensor, version)
+        self._versions: list[list[tuple[int, torch.Tensor, int]]] = []  # per call: (place, tensor, version)
 
     def run(self, blocks: Sequence[Block], run: Callable[[], torch.Tensor]) -> Survey:
         with visiting(self._model, blocks, self._visit):
             loss = run()
-        self._forbid_inputs_written_later()
-        self._mark_shared_inputs()
+        self._note_fates()
         del loss
         return self._result
 
@@ -142,19 +156,17 @@ class _Surveyor:
         self._calls[name] = number + 1
         index = len(self._result.sightings)
         inputs = tensors((args, kwargs))
-        sighting = Sighting(name, number, tower, module, forward, -1, self._boundaries(inputs), ())
+        sighting = Sighting(name, number, tower, module, forward, self._boundaries(inputs), ())
         self._result.sightings.append(sighting)
-        species = self._species(sighting, args, kwargs)
-        versions = [tensor._version for tensor in inputs]
+        self._versions.append([])
+        before = [tensor._version for tensor in inputs]
         output = frugally(name, module, forward, args, kwargs)
-        self._versions += [
-            (species, place, tensor, version)
-            for place, (tensor, version) in enumerate(zip(inputs, versions, strict=True))
+        self._versions[index] = [
+            (place, tensor, version)
+            for place, (tensor, version) in enumerate(zip(inputs, before, strict=True))
             if tensor._version == version  # a write by the region itself is part of its capture
         ]
-        self._result.sightings[index] = replace(
-            sighting, species=species, outputs=self._boundaries(tensors(output))
-        )
+        self._result.sightings[index] = replace(sighting, outputs=self._boundaries(tensors(output)))
         return output
 
     def _boundaries(self, found: list[torch.Tensor]) -> tuple[int, ...]:
@@ -170,42 +182,70 @@ class _Surveyor:
             numbers.append(known[1])
         return tuple(numbers)
 
-    def _species(self, sighting: Sighting, args: Any, kwargs: Any) -> int:
-        text = repr(signature(args, kwargs, sighting.module.training))
-        alike = [i for i, s in enumerate(self._result.species) if s.signature == text]
-        if alike:
-            seen = _graph_of(sighting, args, kwargs, hold=False)
-            for index in alike:
-                if isinstance(seen, str) or seen.graph == self._result.species[index].plain:
-                    return index
-        self._progress(f"capturing {sighting.name}")
-        self._result.species.append(_describe(sighting, text, args, kwargs))
-        return len(self._result.species) - 1
-
-    def _forbid_inputs_written_later(self) -> None:
-        """An input that the model writes to after the region has returned cannot be rebuilt from."""
-        for species, place, tensor, version in self._versions:
-            if tensor._version != version:
-                found = self._result.species[species]
-                if found.graph is not None:
-                    found.graph = _without_input(found.graph, place)
-
-    def _mark_shared_inputs(self) -> None:
-        """An input that several regions read (a mask, rotary tables) stays alive whatever one of them does."""
+    def _note_fates(self) -> None:
         readers: dict[int, set[int]] = {}
         for index, sighting in enumerate(self._result.sightings):
             for boundary in sighting.inputs:
                 readers.setdefault(boundary, set()).add(index)
-        for number, species in enumerate(self._result.species):
-            calls = [s for s in self._result.sightings if s.species == number]
-            if species.graph is None:
-                continue
-            shared = [
-                place
-                for place in range(len(species.graph.inputs))
-                if all(len(readers[s.inputs[place]]) > 1 for s in calls)
-            ]
-            species.graph = _with_shared(species.graph, shared)
+        for index, sighting in enumerate(self._result.sightings):
+            written = frozenset(
+                p for p, tensor, version in self._versions[index] if tensor._version != version
+            )
+            shared = frozenset(p for p, b in enumerate(sighting.inputs) if len(readers[b]) > 1)
+            self._result.sightings[index] = replace(sighting, written_later=written, shared=shared)
+
+
+class _Captures:
+    """Second run: each distinct region captured where it is called first, and compared where it is called again."""
+
+    def __init__(self, model: nn.Module, found: Survey, progress: Progress, measure: Measure | None) -> None:
+        self._model = model
+        self._found = found
+        self._progress = progress
+        self._measure = measure
+        self._calls = 0
+
+    def run(self, blocks: Sequence[Block], run: Callable[[], torch.Tensor]) -> None:
+        with visiting(self._model, blocks, self._visit):
+            run()
+
+    def _visit(
+        self, name: str, tower: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        index = self._calls
+        self._calls += 1
+        if index >= len(self._found.sightings) or self._found.sightings[index].name != name:
+            raise CaptureError(
+                f"the step called {name} where it had called another region before; its control flow depends on "
+                "chance, so its regions cannot be told apart: fix the random choice while fitting"
+            )
+        sighting = self._found.sightings[index]
+        species = self._species(sighting, args, kwargs)
+        self._found.sightings[index] = replace(sighting, species=species)
+        return frugally(name, module, forward, args, kwargs)
+
+    def _species(self, sighting: Sighting, args: Any, kwargs: Any) -> int:
+        text = repr(signature(args, kwargs, sighting.module.training))
+        alike = [i for i, s in enumerate(self._found.species) if self._may_share(s, sighting, text)]
+        if alike:
+            seen = _graph_of(sighting, args, kwargs, hold=False)
+            for index in alike:
+                if isinstance(seen, str) or seen.graph == self._found.species[index].plain:
+                    return index
+        self._progress(f"capturing {sighting.name}")
+        species = _describe(sighting, text, args, kwargs)
+        self._found.species.append(species)
+        if self._measure is not None:
+            self._measure(species, args, kwargs)
+        return len(self._found.species) - 1
+
+    def _may_share(self, species: Species, sighting: Sighting, text: str) -> bool:
+        other = species.example
+        return (
+            species.signature == text
+            and type(other.module) is type(sighting.module)
+            and (other.written_later, other.shared) == (sighting.written_later, sighting.shared)
+        )
 
 
 def _graph_of(sighting: Sighting, args: Any, kwargs: Any, **options: Any) -> Capture | str:
@@ -222,8 +262,7 @@ def _graph_of(sighting: Sighting, args: Any, kwargs: Any, **options: Any) -> Cap
 
 def _describe(sighting: Sighting, text: str, args: Any, kwargs: Any) -> Species:
     """Capture twice on different data, check every operation by replaying it, time it."""
-    copies = map_tensors(lambda t: t.detach().clone().requires_grad_(t.requires_grad), (args, kwargs))
-    species = Species(text, sighting, copies)
+    species = Species(text, sighting)
     first = _graph_of(sighting, args, kwargs)
     if isinstance(first, str):
         species.note = first
@@ -235,7 +274,10 @@ def _describe(sighting: Sighting, text: str, args: Any, kwargs: Any) -> Species:
     elif second.graph != first.graph:
         species.note = f"its operations depend on data or chance: {difference(first.graph, second.graph)}"
     else:
-        species.graph = folded(price(checked(first))).graph
+        graph = folded(price(checked(first))).graph
+        for place in sighting.written_later:
+            graph = _without_input(graph, place)
+        species.graph = _with_shared(graph, sighting.shared)
     return species
 
 
@@ -258,10 +300,11 @@ def _without_input(graph: RegionGraph, place: int) -> RegionGraph:
     return replace(graph, values=values, sources=sources)
 
 
-def _with_shared(graph: RegionGraph, places: list[int]) -> RegionGraph:
+def _with_shared(graph: RegionGraph, places: frozenset[int]) -> RegionGraph:
     shared = {graph.values[graph.inputs[place]].storage for place in places}
     storages = tuple(
-        replace(s, shared=True) if i in shared and s.role is Role.INPUT else s for i, s in enumerate(graph.storages)
+        replace(s, shared=True) if i in shared and s.role is Role.INPUT else s
+        for i, s in enumerate(graph.storages)
     )
     return replace(graph, storages=storages)
 

@@ -41,6 +41,9 @@ def verify_regions(
     failed = [region for region in regions if region.counts.fallbacks > before[region.name]]
     compared = sum(len(v.program.slots) for r in chosen for v in r.variants.values() if v.program)
     whole = sum(all(v.mode is Mode.FULL for v in region.variants.values()) for region in regions)
+    how = f"rebuilt where they stand, in {len(chosen)} of {len(regions)} planned regions"
+    if len(chosen) < len(regions) - whole:
+        how += " (the others have no room for both; each distinct region was compared alone)"
     return Verification(
         bitwise=not failed,
         ok=not failed,
@@ -49,6 +52,5 @@ def verify_regions(
         compared=compared,
         worst=f"{failed[0].name}: {failed[0].counts.why}" if failed else "",
         untrained=tuple(untrained),
-        how=f"rebuilt in {len(chosen)} regions of {len(regions)} planned"
-        + (f", {whole} recompute as a whole" if whole else ""),
+        how=how + (f", {whole} recompute as a whole" if whole else ""),
     )

@@ -1,0 +1,275 @@
+"""Is the budget met, and was the peak predicted? fit at several budgets on several models, measured by training.
+
+    PYTHONPATH=src python benchmarks/budgets.py --out benchmarks/results/budgets.json
+
+Per model and budget: fit, then two optimizer-free steps with gradients cleared in between; the allocator's peak
+(live bytes without accelerator) over the budget and over the prediction. Also: a loop with AdamW and accumulation
+under one budget, a device that is capped below the plain peak, and the time that planning a 7B model takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Callable
+from datetime import date
+from typing import Any
+
+import torch
+from torch import nn
+
+import remat
+from remat.check.live import Meter
+from remat.check.step import run_step, tensors_of
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+DTYPE = torch.bfloat16 if CUDA else torch.float32
+SHARES = (0.9, 0.75, 0.5, 0.35, 0.25)
+
+
+def on_device(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        return make().to(DTYPE).train()
+
+
+def llama(layers: int, hidden: int, inner: int, heads: int, vocab: int, batch: int, length: int) -> tuple[Any, Any, Any]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=heads, vocab_size=vocab, max_position_embeddings=8192, use_cache=False,
+    )  # fmt: skip
+    ids = torch.randint(0, vocab, (batch, length), device=DEVICE)
+    return on_device(lambda: LlamaForCausalLM(config)), {"input_ids": ids, "labels": ids}, None
+
+
+def gpt2(layers: int, hidden: int, heads: int, vocab: int, batch: int, length: int) -> tuple[Any, Any, Any]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_layer=layers, n_embd=hidden, n_head=heads, vocab_size=vocab, n_positions=length)
+    ids = torch.randint(0, vocab, (batch, length), device=DEVICE)
+    return on_device(lambda: GPT2LMHeadModel(config)), {"input_ids": ids, "labels": ids}, None
+
+
+def vit(layers: int, hidden: int, heads: int, image: int, patch: int, batch: int) -> tuple[Any, Any, Any]:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=heads, intermediate_size=4 * hidden,
+        image_size=image, patch_size=patch, num_labels=1000,
+    )  # fmt: skip
+    images = torch.randn(batch, 3, image, image, device=DEVICE, dtype=DTYPE)
+    labels = torch.randint(0, 1000, (batch,), device=DEVICE)
+    return on_device(lambda: ViTForImageClassification(config)), {"pixel_values": images, "labels": labels}, None
+
+
+def resnet(batch: int, image: int) -> tuple[Any, Any, Any]:
+    from torchvision.models import resnet152
+
+    images = torch.randn(batch, 3, image, image, device=DEVICE, dtype=DTYPE)
+    labels = torch.randint(0, 1000, (batch,), device=DEVICE)
+
+    def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(output.float(), labels)
+
+    return on_device(resnet152), images, loss
+
+
+MODELS: dict[str, Callable[[], tuple[Any, Any, Any]]] = (
+    {
+        "llama-1.3b": lambda: llama(24, 2048, 5632, 16, 32000, 4, 4096),
+        "vit-l16": lambda: vit(24, 1024, 16, 224, 16, 128),
+        "resnet-152": lambda: resnet(128, 224),
+        "gpt2-774m": lambda: gpt2(36, 1280, 20, 50257, 8, 1024),
+    }
+    if CUDA
+    else {
+        "llama": lambda: llama(6, 64, 176, 4, 128, 4, 64),
+        "gpt2": lambda: gpt2(4, 64, 4, 128, 4, 64),
+        "vit": lambda: vit(4, 64, 4, 32, 4, 4),
+    }
+)
+
+
+def peak_of(model: nn.Module, batch: Any, loss: Any) -> int:
+    """The whole step's peak: everything on the device counts."""
+    for parameter in model.parameters():
+        parameter.grad = None
+    with Meter(DEVICE) as meter:
+        meter.watch([*model.parameters(), *model.buffers(), *tensors_of(batch)])
+        meter.reset_peak()
+        run_step(model, batch, loss).backward()
+        meter.synchronize()
+        return meter.peak_bytes()
+
+
+def clean(model: nn.Module | None = None) -> None:
+    if model is not None:  # gradients that are there when fit is called mean accumulation
+        for parameter in model.parameters():
+            parameter.grad = None
+    gc.collect()
+    if CUDA:
+        torch.cuda.empty_cache()
+
+
+def seconds_of(run: Callable[[], Any]) -> float:
+    times = []
+    for _ in range(4):
+        if CUDA:
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        run()
+        if CUDA:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return sorted(times)[1]
+
+
+def budgets(name: str) -> dict[str, Any]:
+    model, batch, loss = MODELS[name]()
+    peak_of(model, batch, loss)
+    plain = peak_of(model, batch, loss)
+    plain_seconds = seconds_of(lambda: run_step(model, batch, loss).backward())
+    rows: list[dict[str, Any]] = []
+    for share in SHARES:
+        clean(model)
+        begin = time.perf_counter()
+        try:
+            handle = remat.fit(model, batch, activations=share, loss=loss)
+        except remat.BudgetError as error:
+            rows.append({"share": share, "error": str(error)})
+            print(f"{name:<12} {share}: {error}", flush=True)
+            continue
+        fit_seconds = time.perf_counter() - begin
+        plan = handle.plan
+        peak = max(peak_of(model, batch, loss) for _ in range(2))
+        took = seconds_of(lambda: run_step(model, batch, loss).backward())
+        row = {
+            "share": share,
+            "budget": plan.budget_bytes,
+            "peak": peak,
+            "peak_over_budget": peak / plan.budget_bytes,
+            "predicted_over_peak": plan.predicted_peak_bytes / peak,
+            "predicted_plain_over_plain": plan.plain_peak_bytes / plain,
+            "time": took / plain_seconds,
+            "predicted_time": plan.predicted_seconds / plan.plain_seconds,
+            "fit_seconds": fit_seconds,
+            "kinds": len(plan.profile.kinds),
+            "fallbacks": sum(region.counts.fallbacks for region in handle.regions),
+            "verification": str(handle.verification),
+            "notes": list(plan.profile.notes),
+        }
+        rows.append(row)
+        print(
+            f"{name:<12} {share}: peak/budget {row['peak_over_budget']:.4f}  predicted/peak "
+            f"{row['predicted_over_peak']:.4f}  plain {row['predicted_plain_over_plain']:.4f}  time {row['time']:.3f} "
+            f"({row['predicted_time']:.3f})  fit {fit_seconds:.1f} s  kinds {row['kinds']}  fb {row['fallbacks']}  "
+            f"{row['verification']} {row['notes']}",
+            flush=True,
+        )
+        handle.remove()
+    return {"plain": plain, "plain_seconds": plain_seconds, "rows": rows}
+
+
+def loop() -> dict[str, Any]:
+    """AdamW, accumulation 2, five optimizer steps: every moment under the budget."""
+    model, batch, loss = llama(12, 1024, 2816, 16, 32000, 4, 2048) if CUDA else MODELS["llama"]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    plain = remat.profile(model, batch, optimizer=optimizer, accumulate=2)
+    budget = int(remat.plan(plain, activations=0.6).budget_bytes)
+    clean()
+    handle = remat.fit(model, batch, budget, optimizer=optimizer, accumulate=2)
+    with Meter(DEVICE) as meter:
+        meter.watch([*model.parameters(), *model.buffers(), *tensors_of(batch)])
+        meter.reset_peak()
+        for _ in range(5):
+            for _ in range(2):
+                (run_step(model, batch, loss) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        meter.synchronize()
+        peak = meter.peak_bytes()
+    handle.remove()
+    print(f"loop: peak/budget {peak / budget:.4f}, predicted/peak {handle.plan.predicted_peak_bytes / peak:.4f}", flush=True)
+    return {"budget": budget, "peak": peak, "predicted": handle.plan.predicted_peak_bytes}
+
+
+def capped() -> dict[str, Any]:
+    """The device is capped below the plain peak: the plain step runs out of memory, fit and training do not."""
+    if not CUDA:
+        return {}
+    model, batch, loss = llama(24, 2048, 5632, 16, 32000, 4, 4096)
+    clean()
+    total = torch.cuda.get_device_properties(0).total_memory
+    cap = int(24e9)
+    torch.cuda.set_per_process_memory_fraction(cap / total)
+    try:
+        run_step(model, batch, loss).backward()
+        plain = "ran"
+    except torch.OutOfMemoryError:
+        plain = "out of memory"
+    for parameter in model.parameters():
+        parameter.grad = None
+    clean()
+    begin = time.perf_counter()
+    handle = remat.fit(model, batch, int(cap * 0.9))
+    took = time.perf_counter() - begin
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    for _ in range(3):
+        run_step(model, batch, loss).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    torch.cuda.synchronize()
+    reserved = torch.cuda.max_memory_reserved()
+    handle.remove()
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    print(f"capped at {cap / 2**30:.1f} GiB: plain {plain}; fit in {took:.1f} s and trained; reserved {reserved / cap:.3f} of the cap")
+    return {"cap": cap, "plain": plain, "fit_seconds": took, "reserved": reserved}
+
+
+def planning_time() -> dict[str, Any]:
+    if not CUDA:
+        return {}
+    model, batch, loss = llama(32, 4096, 11008, 32, 32000, 2, 4096)
+    clean()
+    begin = time.perf_counter()
+    handle = remat.fit(model, batch, "60GiB")
+    took = time.perf_counter() - begin
+    print(f"llama-7b: fit at 60 GiB in {took:.1f} s; {handle.verification}")
+    print(handle.report(), flush=True)
+    handle.remove()
+    return {"fit_seconds": took}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out")
+    parser.add_argument("--parts", default="budgets,loop,capped,planning")
+    parser.add_argument("--models", default=",".join(MODELS))
+    options = parser.parse_args()
+    result: dict[str, Any] = {
+        "date": date.today().isoformat(),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if CUDA else "cpu",
+    }
+    parts = options.parts.split(",")
+    if "budgets" in parts:
+        result["budgets"] = {}
+        for name in options.models.split(","):
+            result["budgets"][name] = budgets(name)
+            clean()
+    for part, run in (("loop", loop), ("capped", capped), ("planning", planning_time)):
+        if part in parts:
+            result[part] = run()
+            clean()
+        if options.out:
+            with open(options.out, "w") as file:
+                json.dump(result, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

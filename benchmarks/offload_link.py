@@ -4,8 +4,8 @@
 
 A step is a row of blocks, forward then backward. In forward each block multiplies matrices for some
 milliseconds and sends k bytes; in backward, which takes twice as long, it gets them back first. The ratio is
-to the same step with an engine that nothing is sent to. On a machine without accelerator the same step runs on a
-simulated link in virtual time, so that it cannot rot.
+to the same step with nothing sent. On a machine without accelerator the same step runs on a simulated link in
+virtual time, so that it cannot rot.
 """
 
 from __future__ import annotations

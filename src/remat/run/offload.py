@@ -87,9 +87,7 @@ class _DeviceCopy:
 class _Stored:
     """One storage that was sent: where its bytes are. Shared by its ticket and the engine's queues."""
 
-    witness: (
-        Tensor | None
-    )  # the tensor itself, while the device memory it came in is held: tells of writes to it
+    witness: Tensor | None  # the tensor that was sent, while `device` is its memory: shows writes to it
     version: int
     stream: Stream
     nbytes: int
@@ -254,7 +252,7 @@ class Engine:
         self._inbound_bytes = self._peak_inbound_bytes = 0
 
         self._dead: deque[_Stored] = deque()
-        self._used_bytes = self._peak_used_bytes = 0
+        self._peak_used_bytes = 0
         self._sent_bytes = self._fetched_bytes = self._kept_bytes = 0
         self._waits = self._direct_hits = self._prefetch_hits = self._late_fetches = self._failures = 0
         self._at_end = weakref.finalize(self, _give_all_back, self._link, (self._host, self._disk))
@@ -266,6 +264,10 @@ class Engine:
     @property
     def link(self) -> Link:
         return self._link
+
+    @property
+    def _used_bytes(self) -> int:
+        return self._host.used_bytes + self._disk.used_bytes
 
     @property
     def counts(self) -> Counts:
@@ -384,7 +386,6 @@ class Engine:
         self._flight_number += 1
         self._flights.append(_Flight(stored, stored.device, stored.witness, stored.sent, self._flight_number))
         self._sent_bytes += stored.nbytes
-        self._used_bytes += stored.nbytes
         self._peak_used_bytes = max(self._peak_used_bytes, self._used_bytes)
         self._in_flight_bytes += stored.nbytes
         return stored
@@ -585,9 +586,8 @@ class Engine:
 
     def _bury(self) -> None:
         """Take back what dead tickets held."""
-        with suppress(IndexError):  # filled by other threads meanwhile
-            while True:
-                self._bury_one(self._dead.popleft())
+        while self._dead:  # other threads may add to it, only the holder of the lock takes from it
+            self._bury_one(self._dead.popleft())
 
     def _bury_one(self, stored: _Stored) -> None:
         self._retire(stored)
@@ -598,7 +598,6 @@ class Engine:
             # The next copy into these bytes comes after the last one out of them.
             stored.pool.give(stored.extent, stored.fetched)
             stored.extent = None
-            self._used_bytes -= stored.nbytes
 
 
 def _link_of(device: torch.device) -> Link:
@@ -617,8 +616,10 @@ def _written(stored: _Stored) -> OffloadError:
 
 
 def _give_all_back(link: Link, pools: tuple[Slabs, ...]) -> None:
-    """When the engine is gone, or the process ends."""
-    if any(pool.slabs for pool in pools):
-        link.synchronize()
-    for pool in pools:
-        pool.abandon()
+    """When the engine is gone, or the process ends. After a fault of the device there is nothing to wait for,
+    and nobody to tell."""
+    with suppress(RuntimeError):
+        if any(pool.slabs for pool in pools):
+            link.synchronize()
+        for pool in pools:
+            pool.abandon()

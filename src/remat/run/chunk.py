@@ -12,6 +12,7 @@ alone, or that draws random numbers.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -74,14 +75,14 @@ class ChunkedHead:
         if isinstance(head, str):
             return self._plainly(head, forward, args, kwargs)
         hidden = args[0]
+        made = _result_of(head, hidden)
+        if made is None:
+            return self._plainly("its result is not one row of logits per row", forward, args, kwargs)
         if head.linear is None and self._row_by_row is None:
             rows = hidden.detach().reshape(-1, hidden.shape[-1])[:4]
             self._row_by_row = rows.shape[0] < 2 or independent(head.run, rows, 0)
         if self._row_by_row is False:
             return self._plainly("its logits of one row depend on other rows", forward, args, kwargs)
-        made = _result_of(head, hidden)
-        if made is None:
-            return self._plainly("its result has not one row per row of its input", forward, args, kwargs)
         return lazy_logits(head, hidden, *made, self)
 
     def _plainly(
@@ -105,7 +106,7 @@ class ChunkedHead:
                 f"remat: {why} needs the logits of {self.name!r} as a whole, so they were computed: "
                 f"{format_bytes(nbytes)}. The result is the plain model's; if the memory matters, use only "
                 "the loss, or take metrics from a forward under torch.no_grad(). (Said once for this head.)",
-                stacklevel=5,
+                stacklevel=_level_of_caller(),
             )
 
     def status(self) -> RegionStatus:
@@ -122,6 +123,15 @@ class ChunkedHead:
             fallbacks=counts.materialised + counts.plain,
             why=why if counts.calls else "not called while gradients were recorded",
         )
+
+
+def _level_of_caller() -> int:
+    """The stacklevel, for the function that asks, of the first frame that is neither torch's nor remat's."""
+    frame: Any = sys._getframe(1)
+    level = 1
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "remat"):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _head(

@@ -141,7 +141,7 @@ def softmax_fusible(
     loss = all_of_it * lse - own * at_target
     if weight is not None:
         own, all_of_it = own[:, None], all_of_it[:, None]
-    gradient = (x - lse[:, None]).exp() * all_of_it - torch.where(hit, own, 0.0)
+    gradient = (x - lse[:, None]).exp() * all_of_it - hit.to(dtype) * own
     if smoothing:
         loss = loss - (x * spread).sum(1)
         gradient = gradient - spread

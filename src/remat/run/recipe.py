@@ -54,6 +54,11 @@ _FAST: dict[str, Callable[..., Any]] = {
 }
 
 
+# Where a mode looks on (capture, fake tensors), reshape makes a view; otherwise an alias: the same values, edges
+# and saved tensors under another name.
+_SAME_NODE = {"ViewBackward0": "ReshapeAliasBackward0", "ReshapeAliasBackward0": "ViewBackward0"}
+
+
 @dataclass(frozen=True)
 class Slot:
     """A saved tensor that is dropped."""
@@ -437,7 +442,9 @@ class _Compiler:
         self.lines.append("def find(outputs):")
         for index, (name, parent, edge) in enumerate(self.graph.nodes):
             node = f"outputs[{-1 - parent}].grad_fn" if parent < 0 else f"e{parent}[{edge}][0]"
-            self.lines += [f"    n{index} = {node}", f"    if n{index}.name() != {name!r}: return {index}"]
+            alias = _SAME_NODE.get(name)
+            differs = f"!= {name!r}" if alias is None else f"not in {(name, alias)!r}"
+            self.lines += [f"    n{index} = {node}", f"    if n{index}.name() {differs}: return {index}"]
             if index in parents:
                 self.lines.append(f"    e{index} = n{index}.next_functions")
         found = "".join(f"n{index}, " for index in self.nodes)

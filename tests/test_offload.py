@@ -6,8 +6,12 @@ The link is simulated: copies take virtual time; memory that is let go too early
 from __future__ import annotations
 
 import gc
+import json
+import subprocess
+import sys
 import threading
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -612,3 +616,14 @@ def test_calibrate_reads_the_rates_of_the_link():
         pytest.approx(2e9), pytest.approx(4e9), pytest.approx(2e9), pytest.approx(4e9)
     )
     assert link.pinned_bytes == 0
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs_without_an_accelerator(tmp_path):
+    script = Path(__file__).parents[1] / "benchmarks" / "offload_link.py"
+    out = tmp_path / "result.json"
+    done = subprocess.run([sys.executable, script, "--out", out], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())["rows"]
+    assert rows[1]["time"] == pytest.approx(1.0, abs=0.01)  # what fits the window is hidden
+    assert rows[-1]["time"] > 1.2

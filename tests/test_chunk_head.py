@@ -8,16 +8,19 @@ import io
 import pickle
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models import ZOO, Case, LoraLinear, own_loss
 from reference import step
+from remat._torch_private import below_torch_function
 from remat.errors import InputError, RecomputeError, RematError
 from remat.run.byhand import enable, status
 from remat.run.chunk import chunk_head, find_head
@@ -300,7 +303,7 @@ def test_below_torch_function() -> None:
     expected = model(x)
     chunk_head(model, head="head")
     logits = model(x)
-    with torch._C.DisableTorchFunctionSubclass():
+    with below_torch_function():
         assert torch.equal(torch.relu(logits).detach(), torch.relu(expected).detach())
         with pytest.raises(RematError, match="writes to lazy logits"):
             logits.mul_(2.0)
@@ -359,6 +362,67 @@ def test_given_to_a_compiled_function() -> None:
     assert torch.allclose(loss(model(x), y), F.cross_entropy(expected.view(-1, 13), y.view(-1)))
 
 
+# ------------------------------------------------------------------------------------------ distributed
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:.*find_unused_parameters")
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
+@pytest.mark.usefixtures("one_process")
+def test_ddp(options: dict[str, bool]) -> None:
+    case = ZOO["llama"]()
+    expected = step(case, copy.deepcopy(case.model), passes=3)
+    model = nn.parallel.DistributedDataParallel(case.model, **options)
+    with chunk_head(model, rows=3) as handle:
+        found = step(case, model, passes=3)
+    assert_steps_close(expected, {name.replace("module.", ""): value for name, value in found.items()})
+    assert (handle.counts.losses, handle.counts.materialised, handle.counts.plain) == (3, 0, 0)
+
+
+@pytest.mark.filterwarnings("ignore:remat")
+@pytest.mark.usefixtures("one_process")
+def test_ddp_with_the_loss_outside() -> None:
+    """DDP passes the logits through a Function of its own, which the gradient must not go around."""
+
+    def run(model: nn.Module) -> dict[str, Tensor]:
+        x, y = inputs()
+        for _ in range(3):
+            F.cross_entropy(model(x).view(-1, 13), y.view(-1)).backward()
+        return {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
+
+    expected, model = run(Model()), nn.parallel.DistributedDataParallel(Model(), static_graph=True)
+    with chunk_head(model, head="module.head"):
+        assert_steps_close(expected, run(model))
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.usefixtures("one_process")
+def test_fsdp2(alone: bool) -> None:
+    """The head belongs to the root's unit; as a unit of its own it runs plainly."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    case = ZOO["llama"]()
+    expected = step(case, copy.deepcopy(case.model), passes=2)
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in case.model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    if alone:
+        fully_shard(case.model.lm_head, mesh=mesh)
+    fully_shard(case.model, mesh=mesh)
+    with chunk_head(case.model, rows=3) as handle:
+        found = step(case, case.model, passes=2)
+    whole = {n: v.full_tensor() if hasattr(v, "full_tensor") else v for n, v in found.items()}
+    assert_steps_close(expected, whole)
+    assert (handle.counts.losses, handle.counts.materialised) == ((0, 0) if alone else (2, 0))
+
+
 # ---------------------------------------------------------------------------------- when it stands aside
 
 
@@ -404,6 +468,25 @@ def test_a_head_that_returns_something_else_runs_plainly() -> None:
 
     model = Model(Pair(6, 13))
     assert_plain(model, lambda m: m(inputs()[0])[0], "not one row of logits")
+
+
+def test_a_head_with_a_borrowed_weight_runs_plainly_and_loses_no_gradient() -> None:
+    class Borrowing(nn.Module):
+        def __init__(self, lender: nn.Embedding) -> None:
+            super().__init__()
+            self._lender = [lender]  # in a list: not registered as a submodule
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self._lender[0].weight)
+
+    lender = nn.Embedding(13, 6)
+    assert_plain(Model(Borrowing(lender)), lambda m: m(inputs()[0]), "not its parameters")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_weight_made_by_a_hook_runs_plainly() -> None:
+    head = torch.nn.utils.weight_norm(nn.Linear(6, 13))
+    assert_plain(Model(head), lambda m: m(inputs()[0]), "not its parameters")
 
 
 def test_functorch_runs_plainly() -> None:

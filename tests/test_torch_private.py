@@ -107,3 +107,13 @@ def test_wrapper_tensor_has_properties_and_no_memory() -> None:
     assert (made.shape, made.stride(), made.dtype) == ((2, 3), (1, 2), torch.bfloat16)
     assert made.device.type == "cpu"
     assert made.data_ptr() == 0
+
+
+def test_below_torch_function_subclasses_are_not_asked() -> None:
+    class Refuses(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            raise NotImplementedError(func)
+
+    with private.below_torch_function():
+        assert torch.ones(2).as_subclass(Refuses).requires_grad is False

@@ -19,6 +19,7 @@ __all__ = [
     "active_saved_tensors_hooks",
     "at_end_of_backward",
     "below_autograd",
+    "below_torch_function",
     "flatten",
     "in_backward",
     "in_functorch",
@@ -36,6 +37,11 @@ StopRecomputation: type[Exception] = torch.utils.checkpoint._StopRecomputationEr
 def below_autograd() -> AbstractContextManager[None]:
     """Operations inside are not recorded by autograd, whatever the grad mode."""
     return torch._C._AutoDispatchBelowAutograd()
+
+
+def below_torch_function() -> AbstractContextManager[None]:
+    """Tensor subclasses are not asked (`__torch_function__`) about what is done to them inside."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> bool:

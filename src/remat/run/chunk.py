@@ -28,7 +28,7 @@ from remat.run.chunk_logits import lazy_logits
 from remat.run.chunk_loss import Head
 from remat.run.chunk_mlp import draws, independent
 from remat.run.chunk_softmax import Fuse
-from remat.run.standins import Autocast, Parameters
+from remat.run.standins import Autocast, Parameters, foreign_leaves
 from remat.run.wrap import RegionStatus, unwrap, wrap, wrapped
 from remat.units import format_bytes
 
@@ -59,7 +59,7 @@ class ChunkedHead:
     ) -> None:
         self.name, self.rows, self.chunk_bytes, self.fuse = name, rows, chunk_bytes, fuse
         self.counts = Counts()
-        self._row_by_row: bool | None = None  # None: not known yet
+        self._unfit: str | None = None  # why this head cannot be cut into rows; None: not known yet
 
     def __getstate__(self) -> tuple[str, int | None, int | None, Fuse]:
         return self.name, self.rows, self.chunk_bytes, self.fuse
@@ -78,11 +78,10 @@ class ChunkedHead:
         made = _result_of(head, hidden)
         if made is None:
             return self._plainly("its result is not one row of logits per row", forward, args, kwargs)
-        if head.linear is None and self._row_by_row is None:
-            rows = hidden.detach().reshape(-1, hidden.shape[-1])[:4]
-            self._row_by_row = rows.shape[0] < 2 or independent(head.run, rows, 0)
-        if self._row_by_row is False:
-            return self._plainly("its logits of one row depend on other rows", forward, args, kwargs)
+        if head.linear is None and self._unfit is None:
+            self._unfit = _unfit(head, hidden)
+        if self._unfit:
+            return self._plainly(self._unfit, forward, args, kwargs)
         return lazy_logits(head, hidden, *made, self)
 
     def _plainly(
@@ -152,9 +151,31 @@ def _head(
         return "nothing needs a gradient"
     if any(type(p) not in (Tensor, nn.Parameter) for p in parameters.trained):
         return "its parameters are of a tensor subclass"
+    if _is_sharded(module):
+        return (
+            "it is an FSDP unit of its own, whose parameters are gone before the loss; shard it with the root"
+        )
     if draws(module):
         return "it draws random numbers (dropout), which chunks would draw in another order"
     return Head(module, forward, parameters, Autocast.now(hidden.device.type), hidden.dim())
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    unit = getattr(fsdp, "FSDPModule", None)
+    return unit is not None and any(isinstance(m, unit) for m in module.modules())
+
+
+def _unfit(head: Head, hidden: Tensor) -> str:
+    """Why a module cannot be run row by row, found on a few rows; "" if it can."""
+    rows = hidden.detach().reshape(-1, hidden.shape[-1])[:4]
+    stand_ins = head.parameters.stand_ins()
+    with torch.enable_grad(), head.parameters.replaced(stand_ins):
+        if foreign_leaves(head.run(rows), stand_ins):
+            return "it uses tensors that need gradients and are not its parameters"
+    if rows.shape[0] > 1 and not independent(head.run, rows, 0):
+        return "its logits of one row depend on other rows"
+    return ""
 
 
 def _result_of(head: Head, hidden: Tensor) -> tuple[int, torch.dtype] | None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from remat._torch_private import wrapper_tensor
+from remat._torch_private import below_torch_function, wrapper_tensor
 from remat.errors import RecomputeError, RematError
 from remat.run.chunk_loss import Criterion, Head, chunk_rows, chunked_cross_entropy
 from remat.run.chunk_record import View, recorded
@@ -72,13 +72,15 @@ class _Recipe:
     """How lazy logits come about: from a call of the head, as rows and steps.
 
     `parent` and `replay` say the same in terms of the logits they were derived from, for the case that those
-    exist, and may have been written to.
+    exist, and may have been written to. `loose`: not attached to the graph by us (made by detach, or without
+    gradients). A custom Function that returns it attaches it (DDP passes every output through one).
     """
 
     call: _Call
     view: View
     parent: LazyLogits | None = None
     replay: Callable[[Tensor], Tensor] | None = None
+    loose: bool = False
 
     def compute(self, rows: Tensor) -> Tensor:
         """All of it at once, from the rows (and whatever parameters the head has now)."""
@@ -118,6 +120,25 @@ class _Attach(torch.autograd.Function):
         return None, *(found if rows.requires_grad else (None, *found))
 
 
+class _Bridge(torch.autograd.Function):
+    """Loose logits made real: values, with the gradient sent to whatever attached the loose ones."""
+
+    @staticmethod
+    def forward(ctx: Any, loose: LazyLogits, values: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+def _bridge(loose: LazyLogits, values: Tensor) -> Tensor:
+    values = values.detach()
+    with below_torch_function():  # by now a question to the loose logits would go to what is being made here
+        attached = loose.requires_grad
+    return _Bridge.apply(loose, values) if attached else values  # type: ignore[no-untyped-call]
+
+
 def _attach(recipe: _Recipe) -> Tensor:
     trained = recipe.call.head.parameters.trained
     return _Attach.apply(recipe, recipe.view.rows, *trained)  # type: ignore[no-any-return,no-untyped-call]
@@ -152,10 +173,9 @@ class LazyLogits(Tensor):
         if lazy is not None and not lazy._exists():
             if func in _METADATA or (func in _GRADIENT_HOOKS and lazy._recipe.call.used):
                 return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-            if torch.is_grad_enabled():
-                derived = lazy._record(func, args[1:], kwargs)
-                if derived is not None:
-                    return derived
+            derived = lazy._record(func, args[1:], kwargs)
+            if derived is not None:
+                return derived
         if func is Tensor.retain_grad and lazy is not None and lazy._recipe.call.used:
             raise RematError(
                 "retain_grad() on logits whose loss was computed in chunks: no gradient passes through them; "
@@ -183,10 +203,14 @@ class LazyLogits(Tensor):
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """Lazy logits again, where the operation allows it."""
         recipe = self._recipe
+        loose = func is Tensor.detach or not torch.is_grad_enabled()
+        if recipe.loose or (loose and func not in _LOOSE):
+            return None
         view = recorded(recipe.view, func, args, kwargs)
         if view is None or view is recipe.view:
             return None if view is None else self
-        return _attach(_Recipe(recipe.call, view, self, lambda logits: func(logits, *args, **kwargs)))
+        made = _Recipe(recipe.call, view, self, lambda logits: func(logits, *args, **kwargs), loose)
+        return LazyLogits(made) if loose else _attach(made)
 
     # ------------------------------------------------------------------------------------ becoming real
 
@@ -205,7 +229,8 @@ class LazyLogits(Tensor):
             recipe = self._recipe
             with torch.enable_grad():
                 if recipe.parent is not None and recipe.replay is not None:
-                    self._real = recipe.replay(recipe.parent._exist(why))
+                    real = recipe.replay(recipe.parent._exist(why))
+                    self._real = _bridge(self, real) if recipe.loose else real
                 else:
                     recipe.call.check(f"{why} on the logits")
                     with recipe.call.head.autocast.again():
@@ -230,8 +255,11 @@ class LazyLogits(Tensor):
 
 def _name(func: Any) -> str:
     """What to call a torch function in a message: "Tensor.argmax", "torch.softmax"."""
-    name = getattr(func, "__qualname__", getattr(func, "__name__", "an operation"))
-    return str(name).replace("TensorBase.", "Tensor.").replace("_TensorBase.", "Tensor.")
+    attribute = getattr(getattr(func, "__self__", None), "__name__", None)
+    if attribute is not None:  # the getter of a property
+        return f"Tensor.{attribute}"
+    name = str(getattr(func, "__qualname__", getattr(func, "__name__", "an operation")))
+    return name.replace("_TensorBase.", "Tensor.").replace("TensorBase.", "Tensor.")
 
 
 # --------------------------------------------------------------------------------------------- the loss
@@ -279,6 +307,8 @@ def _why_plain(logits: Any, target: Any, criterion: Criterion) -> str:
         return "the logits are not its first argument"
     if logits._exists():
         return "the logits exist already"
+    if logits._recipe.loose:
+        return "the logits were detached or passed through a custom Function"
     if not torch.is_grad_enabled() or not logits.requires_grad:
         return "no gradient is recorded"
     if type(target) is not Tensor or target.dtype != torch.long or target.device != logits.device:
@@ -304,7 +334,7 @@ _METADATA = {
         for name in (
             "device", "dtype", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_mkldnn", "is_mps",
             "is_nested", "is_quantized", "is_sparse", "is_sparse_csr", "is_xpu", "itemsize", "layout",
-            "nbytes", "ndim", "output_nr", "requires_grad", "shape", "_backward_hooks", "_version",
+            "nbytes", "ndim", "output_nr", "requires_grad", "shape", "_backward_hooks", "_base", "_version",
         )
     ),
     Tensor.__len__, Tensor.dim, Tensor.element_size, Tensor.is_complex, Tensor.is_contiguous,
@@ -312,6 +342,9 @@ _METADATA = {
     Tensor.numel, Tensor.size, Tensor.storage_offset, Tensor.stride,
     torch.is_complex, torch.is_floating_point, torch.numel,
 }  # fmt: skip
+
+# Possible without a graph of our own: metrics detach, DDP clones every output inside a custom Function.
+_LOOSE = {Tensor.detach, Tensor.clone, torch.clone}
 
 # After the loss, these are about a gradient that will not come (FSDP and DDP register them on every output).
 _GRADIENT_HOOKS = {Tensor.register_hook, Tensor.grad.__get__}  # type: ignore[union-attr]

@@ -50,8 +50,11 @@ class Head:
     @property
     def linear(self) -> nn.Linear | None:
         """The module, if its forward is a matrix product and nothing else."""
-        plain = getattr(self.forward, "__func__", None) is nn.Linear.forward
-        return self.module if plain and type(self.module) is nn.Linear else None
+        module = self.module
+        if type(module) is not nn.Linear or getattr(self.forward, "__func__", None) is not nn.Linear.forward:
+            return None
+        registered = module._parameters
+        return module if registered.get("weight") is not None and "bias" in registered else None
 
     def run(self, rows: Tensor) -> Tensor:
         """Logits of some rows, given to the head with as many dimensions as it was called with."""

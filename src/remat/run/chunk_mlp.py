@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from remat._torch_private import in_functorch
 from remat.errors import InputError, RematError
 from remat.run.rng import RandomState, restored
-from remat.run.standins import Autocast, GradientSum, Parameters
+from remat.run.standins import Autocast, GradientSum, Parameters, foreign_leaves
 from remat.run.wrap import RegionStatus, bypass
 
 __all__ = ["ChunkedModule", "draws", "independent", "token_wise"]
@@ -209,6 +209,11 @@ class _Job:
             with restored(random), torch.enable_grad(), self.autocast.again(), replaced:
                 out = self.forward(leaf)
             inputs = [leaf, *stand_ins] if needs_x else stand_ins
+            if foreign_leaves(out, inputs):
+                raise RematError(
+                    f"{self.name} uses tensors that need gradients and are not its parameters: these "
+                    "gradients would be lost; register them as parameters of the module, or do not chunk it"
+                )
             slopes = torch.autograd.grad(out, inputs, slope, allow_unused=True)
             for total, part in zip(sums, slopes[int(needs_x) :], strict=True):
                 total.add(part)

@@ -91,6 +91,10 @@ def _contiguous(view: View, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     return view if view.meta.is_contiguous() else replace(view, meta=view.meta.contiguous())
 
 
+def _clone(view: View, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> View | None:
+    return None if args or kwargs else replace(view, meta=view.meta.clone())
+
+
 def _reshape(view: View, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> View | None:
     """Rows stay rows if the last dimension is still the classes: reshaping keeps the order of elements."""
     if view.classes_second or any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values())):
@@ -159,6 +163,7 @@ _RECORDERS: dict[Any, Callable[[View, Any, tuple[Any, ...], dict[str, Any]], Vie
     **dict.fromkeys([Tensor.tanh, torch.tanh], _tanh),
     **dict.fromkeys([Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten], _reshape),
     **dict.fromkeys([Tensor.transpose, torch.transpose, Tensor.permute, torch.permute], _move),
+    **dict.fromkeys([Tensor.clone, torch.clone, Tensor.detach], _clone),
     Tensor.contiguous: _contiguous,
     Tensor.__getitem__: _index,
 }

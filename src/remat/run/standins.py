@@ -8,7 +8,7 @@ see one gradient and not one per piece, and hands the sum to autograd as the par
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from remat.errors import RecomputeError
 
-__all__ = ["Autocast", "GradientSum", "Parameters"]
+__all__ = ["Autocast", "GradientSum", "Parameters", "foreign_leaves"]
 
 _LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 _LOCKS_LOCK = threading.Lock()
@@ -105,6 +105,27 @@ class Autocast:
         if not torch.amp.is_autocast_available(self.device):
             return nullcontext()
         return torch.autocast(self.device, enabled=False)
+
+
+def foreign_leaves(output: Tensor, known: Iterable[Tensor]) -> bool:
+    """Whether a graph ends in tensors that need gradients and are not known: those would be lost.
+
+    So it is with a weight that is no registered parameter: one borrowed from another module by a closure, or
+    a view that a wrapper (FSDP1's flat parameter, weight_norm's hook) puts in the parameter's place.
+    """
+    allowed = {id(tensor) for tensor in known}
+    seen: set[Any] = set()
+    nodes = [output.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) not in allowed:
+            return True
+        nodes += [following for following, _ in node.next_functions]
+    return False
 
 
 class GradientSum:

@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from remat import _torch_private as private
@@ -117,3 +118,30 @@ def test_below_torch_function_subclasses_are_not_asked() -> None:
 
     with private.below_torch_function():
         assert torch.ones(2).as_subclass(Refuses).requires_grad is False
+
+
+def test_in_dispatch_mode() -> None:
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            return func(*args, **(kwargs or {}))
+
+    assert not private.in_dispatch_mode()
+    with Mode():
+        assert private.in_dispatch_mode()
+    assert not private.in_dispatch_mode()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_any_length_makes_one_graph_for_several_lengths() -> None:
+    graphs = []
+
+    def backend(graph, inputs):  # type: ignore[no-untyped-def]
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda x: x * 2, backend=backend)
+    for length in (3, 4, 5):
+        x = torch.ones(length, 2)
+        private.any_length(x)
+        assert torch.equal(compiled(x), 2 * x)
+    assert len(graphs) == 1

@@ -12,16 +12,18 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree
+from torch.utils import _python_dispatch, _pytree
 
 __all__ = [
     "StopRecomputation",
     "active_saved_tensors_hooks",
+    "any_length",
     "at_end_of_backward",
     "below_autograd",
     "below_torch_function",
     "flatten",
     "in_backward",
+    "in_dispatch_mode",
     "in_functorch",
     "in_jit_trace",
     "keeps_graph",
@@ -109,4 +111,14 @@ def wrapper_tensor(
     device: torch.device,
 ) -> Any:
     """A tensor subclass's instance that has these properties and no memory."""
-    return torch.Tensor._make_wrapper_subclass(cls, shape, strides=stride, dtype=dtype, device=device)  # type: ignore[attr-defined]
+    return torch.Tensor._make_wrapper_subclass(cls, shape, strides=stride, dtype=dtype, device=device)
+
+
+def in_dispatch_mode() -> bool:
+    """Whether a TorchDispatchMode (a profiler, a counter, a fake-tensor mode) sees every operation now."""
+    return _python_dispatch._get_current_dispatch_mode() is not None
+
+
+def any_length(tensor: torch.Tensor) -> None:
+    """Tell the compiler not to fix the first dimension of this tensor. Imports the compiler."""
+    torch._dynamo.maybe_mark_dynamic(tensor, 0)

@@ -20,6 +20,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from remat._torch_private import any_length, in_dispatch_mode
+
 __all__ = ["Fuse", "Step", "apply_steps", "compiled_softmax", "softmax_fusible", "softmax_in_place"]
 
 _LOG = logging.getLogger(__name__)
@@ -156,22 +158,21 @@ def softmax_fusible(
 
 
 class Compiled:
-    """The fusible softmax, compiled; whether that works on this machine is found out by the first call."""
+    """The fusible softmax, compiled. Where that does not work, calls give None, and from then on at once."""
 
     def __init__(self) -> None:
-        self.works: bool | None = None
+        self.works: bool | None = None  # None: not tried yet
         self._kernel: Callable[..., tuple[Tensor, Tensor]] | None = None
 
-    def __call__(self, *args: Any) -> tuple[Tensor, Tensor] | None:
-        """None where nothing can be compiled."""
-        if self.works is False:
+    def __call__(self, logits: Tensor, target: Tensor, *more: Any) -> tuple[Tensor, Tensor] | None:
+        if self.works is False or in_dispatch_mode():  # torch compiles nothing while a mode looks on
             return None
         if self._kernel is None:
             self._kernel = torch.compile(softmax_fusible, fullgraph=True)
-        if self.works:
-            return self._kernel(*args)
         try:
-            found = self._kernel(*args)
+            any_length(logits)  # one kernel for chunks of all lengths, not one for each
+            any_length(target)
+            found = self._kernel(logits, target, *more)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # what a missing compiler raises differs from version to version

@@ -21,6 +21,7 @@ from remat.trees import tensors
 __all__ = ["Bench", "bench"]
 
 _IN_A_ROW = 4
+_ENOUGH_SECONDS = 0.06
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,15 @@ def bench(
     modules: Sequence[nn.Module],
     device: torch.device,
     *,
-    repeats: int = 3,
+    repeats: int = 2,
 ) -> Bench:
     """Run `call` on copies of `inputs`, forward and backward. Gradients of `modules` are cleared each time."""
     parameters = [p for module in modules for p in module.parameters()]
     with Meter(device) as meter:
         levels = _run(call, inputs, parameters, meter)
     seconds = [_seconds(call, inputs, parameters, device) for _ in range(repeats)]
+    while seconds and device.type == "cuda" and sum(seconds) * _IN_A_ROW < _ENOUGH_SECONDS:
+        seconds.append(_seconds(call, inputs, parameters, device))  # short regions are noisy: look longer
     return Bench(
         resident_bytes=levels.held - levels.start,
         forward_peak_bytes=levels.forward_peak - levels.start,

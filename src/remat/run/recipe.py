@@ -89,6 +89,8 @@ class Program:
     spread: Callable[[Any], tuple[list[Any], ...]]
     hook: Callable[[Any, list[Any], Any], None]
     slots: tuple[Slot, ...]
+    grids: tuple[Grid, ...]  # of the slots
+    checked: tuple[int, ...]  # slots that the spot check looks at
     parameters: tuple[str, ...]  # names that `collect` wants the tensors of
     modules: frozenset[str]  # submodules whose inputs or outputs it reads
     kept: tuple[str, ...]  # what each kept tensor is, for messages
@@ -145,12 +147,15 @@ class _Compiler:
         self.names |= {"twin": twin, "values": self.graph.values, "device": self.device, "saved": saved_of}
         exec(compile(text, "<remat recipe>", "exec"), self.names)
         checked = self._checked(dropped)
+        slots = tuple(self._slot(n, saved, needs[n], n in checked) for n, saved in enumerate(dropped))
         return Program(
             find=self.names["find"],
             collect=self.names["collect"],
             spread=self.names["spread"],
             hook=self.names["hook"],
-            slots=tuple(self._slot(n, saved, needs[n], n in checked) for n, saved in enumerate(dropped)),
+            slots=slots,
+            grids=tuple(slot.grid for slot in slots),
+            checked=tuple(sorted(checked)),
             parameters=tuple(self.parameters),
             modules=frozenset(self.modules),
             kept=tuple(tap.text for tap in self.taps),

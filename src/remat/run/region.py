@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat._torch_private import below_autograd, in_functorch
+from remat._torch_private import in_functorch
 from remat.errors import RecomputeError
 from remat.records import Mode
 from remat.run.checkpoint import checkpoint
 from remat.run.recipe import Program, Slot
-from remat.run.replay import replaying, without_autocast
+from remat.run.replay import replaying
 from remat.run.same import same_bits
 from remat.run.spotcheck import SpotCheck
 from remat.run.wrap import RegionStatus
@@ -106,13 +106,13 @@ def unpack(holder: Holder) -> torch.Tensor:
                 f"rebuilt, was modified in place after the forward pass (version {sources[number]._version}, "
                 f"expected {frame.versions[number]}); clone it before writing to it"
             )
-    with below_autograd():
-        if torch.is_autocast_enabled(frame.device_type):
-            with without_autocast():
-                tensor = slot.rebuild(sources, frame.memo)
-        else:
+    if torch.is_grad_enabled() or torch.is_autocast_enabled(frame.device_type):
+        with replaying():  # create_graph, or backward inside autocast
             tensor = slot.rebuild(sources, frame.memo)
-        if frame.check is not None:
+    else:
+        tensor = slot.rebuild(sources, frame.memo)
+    if slot.checked and frame.check is not None:
+        with torch.no_grad():
             frame.check.see(holder.place, tensor)
     frame.counts.rebuilt += 1
     frame.counts.in_backward = True
@@ -274,8 +274,8 @@ class PlannedRegion:
         number = self.counts.calls
         return SpotCheck(
             [holder.tensor for holder in holders],  # type: ignore[misc]
-            [slot.grid for slot in program.slots],
-            [place for place, slot in enumerate(program.slots) if slot.checked],
+            program.grids,
+            program.checked,
             self._report(program),
             phase=number,
             whole=self.turns > 0 and number % self.turns == self.turn,

@@ -3,7 +3,7 @@
 A Python number that is baked into a recipe (a temperature, a drop-path rate) may change between steps
 without any shape changing. So a few elements of dropped tensors are kept and compared with the replayed ones,
 on the device: of as many tensors as it takes for every replayed operation to lie behind one of them. And one
-region per step, in turn, compares a checksum over all bits of all its tensors. The result is read once, when
+region per step, in turn, compares a checksum over all bits of those tensors. The result is read once, when
 backward ends: loss.backward() itself raises, before an optimizer can use the gradients.
 """
 
@@ -71,11 +71,11 @@ class SpotCheck:
         whole: bool,
     ) -> None:
         """Sample those of the dropped tensors that `places` names. `phase` moves the grid, `whole` takes
-        checksums of all of them too."""
+        checksums of them too."""
         self._grids, self._places, self._report, self._phase = grids, places, report, phase
         self._expected = torch.cat([self._sample(place, tensors[place]) for place in places])
         self._found: dict[int, torch.Tensor] = {}
-        self._checksums = [_checksum(tensor) for tensor in tensors] if whole else None
+        self._checksums = {place: _checksum(tensors[place]) for place in places} if whole else None
         self._wrong: list[tuple[int, torch.Tensor]] = []
 
     def _sample(self, place: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -86,13 +86,12 @@ class SpotCheck:
         return torch.view_as_real(sample)[:, 0] if sample.is_complex() else sample
 
     def see(self, place: int, tensor: torch.Tensor) -> None:
-        """Take the same samples of the replayed tensor."""
-        if not self._found and not self._wrong:
+        """Take the same samples of the replayed tensor (only for the places that were given)."""
+        if not self._found:
             _expect(self)
+        self._found[place] = self._sample(place, tensor).clone()
         if self._checksums is not None:
             self._wrong.append((place, _checksum(tensor) != self._checksums[place]))
-        if place in self._places:
-            self._found[place] = self._sample(place, tensor).clone()
 
     def samples(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """(what was expected, what was found in pieces), of the tensors that were replayed."""

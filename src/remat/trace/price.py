@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from remat.records import Op, RegionGraph
-from remat.run.replay import decode, overload, replay, replaying
+from remat.run.replay import OVERWRITES, decode, overload, replaying, twin
 from remat.trace.capture import Capture
 
 __all__ = ["Rates", "estimate", "price", "seconds_of"]
@@ -54,18 +54,23 @@ def seconds_of(capture: Capture, op: Op) -> float:
     def get(value: int) -> torch.Tensor:
         return capture.tensors[value].detach()
 
+    function = overload(op.name)
+    names = [argument.name for argument in function._schema.arguments]
+    args = [decode(arg, get) for arg in op.args]
+    kwargs = {name: decode(arg, get) for name, arg in op.kwargs}
+    written = [(place, capture.graph.values[value]) for place, value in op.written]
     device = capture.tensors[next(v for v in (*op.outputs, *op.inputs) if v >= 0)].device
-    if op.written:
 
-        def run() -> Any:
-            return replay(capture.graph, op, get, device)
-    else:
-        function = overload(op.name)
-        args = [decode(arg, get) for arg in op.args]
-        kwargs = {name: decode(arg, get) for name, arg in op.kwargs}
-
-        def run() -> Any:
-            return function(*args, **kwargs)
+    def run() -> None:
+        for place, value in written:  # what a replay gives it to write to
+            before = None if op.name in OVERWRITES else args[place] if place < len(args) else kwargs[names[place]]
+            fresh = twin(value, before, device)
+            if place < len(args):
+                function(*args[:place], fresh, *args[place + 1 :], **kwargs)
+            else:
+                function(*args, **{**kwargs, names[place]: fresh})
+            return
+        function(*args, **kwargs)
 
     run()
     return _time_cuda(run)

@@ -625,5 +625,5 @@ def test_the_benchmark_runs_without_an_accelerator(tmp_path):
     done = subprocess.run([sys.executable, script, "--out", out], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     rows = json.loads(out.read_text())["rows"]
-    assert rows[1]["time"] == pytest.approx(1.0, abs=0.01)  # what fits the window is hidden
+    assert rows[0]["time"] == pytest.approx(1.0, abs=0.01)  # what fits the window is hidden
     assert rows[-1]["time"] > 1.2

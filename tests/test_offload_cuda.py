@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import time
+import warnings
 from contextlib import contextmanager
 
 import pytest
@@ -39,7 +40,9 @@ class Sent:
 @contextmanager
 def host_never_waits():
     """Whatever makes the host wait for the device raises."""
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
@@ -153,8 +156,9 @@ def test_the_host_never_waits():
         step()
         step()
         assert engine.counts.used_bytes == 0
+        engine.close()  # waits for the copies by asking, so this is no reason to raise either
     assert engine.counts.prefetch_hits > 0
-    engine.close()
+    assert engine.counts.pinned_bytes == 0
 
 
 def test_the_host_runs_ahead_of_slow_copies():

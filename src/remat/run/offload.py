@@ -616,10 +616,10 @@ def _written(stored: _Stored) -> OffloadError:
 
 
 def _give_all_back(link: Link, pools: tuple[Slabs, ...]) -> None:
-    """When the engine is gone, or the process ends. After a fault of the device there is nothing to wait for,
-    and nobody to tell."""
-    with suppress(RuntimeError):
-        if any(pool.slabs for pool in pools):
+    """When the engine is gone, or the process ends: nobody is there to be told of a fault of the device."""
+    if any(pool.slabs for pool in pools):
+        with suppress(RuntimeError):
             link.synchronize()
-        for pool in pools:
+    for pool in pools:
+        with suppress(RuntimeError):
             pool.abandon()

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from models import ZOO
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
+from models import ZOO
 from remat.run.rng import RandomState
 from remat.trace.capture import capture
 from remat.trace.flops import flops_of

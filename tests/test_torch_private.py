@@ -145,3 +145,28 @@ def test_any_length_makes_one_graph_for_several_lengths() -> None:
         private.any_length(x)
         assert torch.equal(compiled(x), 2 * x)
     assert len(graphs) == 1
+
+
+def test_run_backward_leaves_function_modes_on():
+    seen = []
+
+    class See(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    class Negate(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return -x
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return torch.neg(gradient)
+
+    x = torch.ones(2, requires_grad=True)
+    loss = Negate.apply(x).sum()
+    with See():
+        private.run_backward(loss, torch.ones(()))
+    assert torch.neg in seen
+    assert torch.equal(x.grad, -torch.ones(2))

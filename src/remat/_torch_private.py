@@ -27,6 +27,7 @@ __all__ = [
     "in_functorch",
     "in_jit_trace",
     "keeps_graph",
+    "run_backward",
     "sequence_number",
     "storage_ref",
     "wrapper_tensor",
@@ -122,3 +123,24 @@ def in_dispatch_mode() -> bool:
 def any_length(tensor: torch.Tensor) -> None:
     """Tell the compiler not to fix the first dimension of this tensor. Imports the compiler."""
     torch._dynamo.maybe_mark_dynamic(tensor, 0)
+
+
+def run_backward(
+    loss: torch.Tensor,
+    gradient: torch.Tensor,
+    *,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """loss.backward(gradient) that torch function modes do not handle: a mode is off while it handles a call,
+    and would be off in all that backward runs."""
+    torch.autograd.Variable._execution_engine.run_backward(
+        (loss,),
+        (gradient,),
+        create_graph if retain_graph is None else retain_graph,
+        create_graph,
+        () if inputs is None else tuple(inputs),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )

@@ -74,6 +74,12 @@ class Handle:
 
 def _refuse_stranger(model: nn.Module, plan: Plan) -> None:
     profile = plan.profile
+    if profile.environment.estimated:
+        raise PlanError(
+            f"this plan is an estimate for {profile.environment.device_name}, made without the device: nothing "
+            "of it has run yet. It can be read, compared and saved, but not applied; on the device, "
+            f"remat.fit(model, batch, budget={plan.budget_bytes}) measures and confirms a plan"
+        )
     if fingerprint(model) != profile.fingerprint:
         raise PlanError(
             f"this plan was made for a {profile.model} with other parameters (fingerprint {profile.fingerprint}, "

@@ -293,12 +293,16 @@ class StepBytes:
 
 @dataclass(frozen=True)
 class Environment:
-    """Where a profile was taken. `total_bytes` is 0 where the device has no stated size."""
+    """Where a profile was taken. `total_bytes` is 0 where the device has no stated size.
+
+    `estimated`: the device was not there; nothing of the profile was measured.
+    """
 
     device: str
     device_name: str
     torch_version: str
     total_bytes: int = 0
+    estimated: bool = False
 
 
 @dataclass(frozen=True)

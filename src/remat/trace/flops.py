@@ -23,9 +23,9 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
     packet = getattr(func, "_overloadpacket", None)
     try:
         if packet == _FORWARD:
-            return _attention(*args[:3], bool(_argument(func, args, kwargs, "is_causal")))
+            return _attention(args[0], args[1], args[2], _argument(func, args, kwargs, "is_causal"))
         if packet == _BACKWARD:
-            forward = _attention(*args[1:4], bool(_argument(func, args, kwargs, "is_causal")))
+            forward = _attention(args[1], args[2], args[3], _argument(func, args, kwargs, "is_causal"))
             return forward * _BACKWARD_PRODUCTS // _FORWARD_PRODUCTS
         formula = flop_registry.get(packet)
         return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from remat.check import verify as check_verify
-from remat.check.peak import step_peak
+from remat.check.peak import release_cached, step_peak
 from remat.check.regions import verify_regions
 from remat.check.step import Loss, run_step, signature, tensors_of
 from remat.check.untouched import untouched
@@ -29,6 +29,7 @@ __all__ = ["Handle", "apply", "fit", "plan", "profile", "verify"]
 
 Step = Callable[[], torch.Tensor]
 _MARGIN = 0.005  # added to the least budget: what a plan peaks above its prediction
+_LACKING = 0.05  # of the budget, taken off when the device runs out of memory within it
 _TRIES = 4  # plans that are measured before fit gives up on meeting a budget
 _ACTIONS = (Action.KEEP, Action.RECOMPUTE)
 
@@ -203,7 +204,7 @@ def _fitted(
         handle = apply(request.model, made, check=check)
         try:
             progress("running the plan once")
-            over = _measured_excess(request, handle)
+            over = _measured_excess(request, handle, over)
             if made.predicted_peak_bytes + over <= budget_bytes:
                 handle.plan = replace(made, predicted_peak_bytes=made.predicted_peak_bytes + over)
                 progress("verifying region by region")
@@ -238,15 +239,25 @@ def _plan_below(found: Profile, budget_bytes: int, over: int, allowed: tuple[Act
     return replace(made, budget_bytes=budget_bytes)
 
 
-def _measured_excess(request: Request, handle: Handle) -> int:
-    """By how many bytes the real step peaks above what was predicted for it (below 0: it peaks lower)."""
-    profile = handle.plan.profile
+def _measured_excess(request: Request, handle: Handle, before: int) -> int:
+    """By how many bytes the real step peaks above what was predicted for it (below 0: it peaks lower).
+
+    If it runs out of memory although its prediction fits, the device has less than the budget left, or its
+    allocator has it in pieces: the next plan has to do with so much less.
+    """
+    profile, device = handle.plan.profile, device_of(request.model)
     alone = replace(
         profile, accumulate=False, step=replace(profile.step, optimizer_state=0, optimizer_temporary=0)
     )
     predicted = simulate(alone, handle.plan.choices).peak_bytes - alone.step.resident
+    release_cached(device)
     with untouched(request.model, request.optimizer):
-        handle.measured = step_peak(request.model, request.run, device_of(request.model))
+        try:
+            handle.measured = step_peak(request.model, request.run, device)
+        except torch.OutOfMemoryError:
+            lacking = max(before, 0) + math.ceil(handle.plan.budget_bytes * _LACKING)
+            return max(lacking, handle.plan.budget_bytes - handle.plan.predicted_peak_bytes + lacking)
+    release_cached(device)
     return handle.measured.above_bytes - predicted
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from remat.check.bench import Bench, bench
 from remat.check.live import Meter
 from remat.check.optimizer import optimizer_bytes
+from remat.check.peak import release_cached
 from remat.check.step import fingerprint
 from remat.check.untouched import untouched
 from remat.errors import CaptureError, InputError
@@ -46,7 +47,7 @@ __all__ = ["Request", "build_profile"]
 Progress = Callable[[str], None]
 
 _LEVELS = 16  # shares of a region's saved bytes that a recipe is sought for
-_SLOT_SECONDS = 8e-6  # what dropping and unpacking one tensor costs the host
+_OPS_PER_SLOT = 3  # dropping and unpacking one tensor takes the host about as long as so many operations
 _LEAST_SHARE = 0.8  # of the priced replay seconds that a measured entry is believed to cost at the least
 
 
@@ -89,6 +90,7 @@ def build_profile(request: Request, progress: Progress) -> Profile:
                 f"{type(model).__name__} has no repeated blocks that this step calls; mark what should be planned "
                 'with remat.region("name", fn)'
             )
+        release_cached(device)
         progress("timing a step")
         _frugal_step(model, blocks, request.run)
         seconds = min(_frugal_step(model, blocks, request.run) for _ in range(2))
@@ -219,7 +221,7 @@ def _kind(species: Species, inputs: Inputs, device: torch.device, progress: Prog
         _entry(Mode.FULL, again, _extra(again, keep, forward_seconds, device), None, len(example.inputs)),
     ]
     note = species.note
-    for recipe in _recipes(graph, device) if graph is not None else ():
+    for recipe in _recipes(graph, keep, device) if graph is not None else ():
         try:
             measured = _bench_recipe(species, recipe, inputs, device)
         except CaptureError as error:
@@ -237,9 +239,11 @@ def _kind(species: Species, inputs: Inputs, device: torch.device, progress: Prog
     )
 
 
-def _recipes(graph: RegionGraph, device: torch.device) -> tuple[Recipe, ...]:
+def _recipes(graph: RegionGraph, keep: Bench, device: torch.device) -> tuple[Recipe, ...]:
+    """Where the device waits for the host, a dropped tensor costs the host's work on it, whatever its size."""
     levels = [level / _LEVELS for level in range(_LEVELS, 0, -1)]
-    return recipes(graph, levels=levels, slot_seconds=_SLOT_SECONDS if device.type == "cuda" else 0.0)
+    per_op = keep.host_seconds / (3 * len(graph.ops)) if device.type == "cuda" and keep.launch_bound else 0.0
+    return recipes(graph, levels=levels, slot_seconds=_OPS_PER_SLOT * per_op)
 
 
 def _extra(measured: Bench, keep: Bench, replay_seconds: float, device: torch.device) -> float:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from remat.check.live import Meter
+from remat.trace.price import cuda_event
 from remat.trace.capture import entry_copies
 from remat.trees import tensors
 
@@ -26,12 +27,19 @@ _ENOUGH_SECONDS = 0.06
 
 @dataclass(frozen=True)
 class Bench:
-    """`resident_bytes` counts everything that stays until backward except the inputs; the rest as in Entry."""
+    """`resident_bytes` counts everything that stays until backward except the inputs; the rest as in Entry.
+    `host_seconds` is how long the host takes to issue it all: where that is nearly all of `seconds`, the device
+    waits for the host."""
 
     resident_bytes: int
     forward_peak_bytes: int
     backward_peak_bytes: int
     seconds: float
+    host_seconds: float = 0.0
+
+    @property
+    def launch_bound(self) -> bool:
+        return self.host_seconds > 0.85 * self.seconds
 
 
 def bench(
@@ -46,14 +54,15 @@ def bench(
     parameters = [p for module in modules for p in module.parameters()]
     with Meter(device) as meter:
         levels = _run(call, inputs, parameters, meter)
-    seconds = [_seconds(call, inputs, parameters, device) for _ in range(repeats)]
-    while seconds and device.type == "cuda" and sum(seconds) * _IN_A_ROW < _ENOUGH_SECONDS:
-        seconds.append(_seconds(call, inputs, parameters, device))  # short regions are noisy: look longer
+    times = [_seconds(call, inputs, parameters, device) for _ in range(repeats)]
+    while times and device.type == "cuda" and sum(whole for whole, _ in times) * _IN_A_ROW < _ENOUGH_SECONDS:
+        times.append(_seconds(call, inputs, parameters, device))  # short regions are noisy: look longer
     return Bench(
         resident_bytes=levels.held - levels.start,
         forward_peak_bytes=levels.forward_peak - levels.start,
         backward_peak_bytes=levels.backward_peak - levels.backward_start,
-        seconds=min(seconds, default=0.0),  # whatever else happens only ever adds
+        seconds=min((whole for whole, _ in times), default=0.0),  # whatever else happens only ever adds
+        host_seconds=min((host for _, host in times), default=0.0),
     )
 
 
@@ -110,7 +119,7 @@ def _run(
     differentiable = [t for t in tensors(output) if t.requires_grad]
     del output
     if differentiable:
-        end = _Exit.apply(begin, *differentiable)
+        end = _Exit.apply(begin, *differentiable)  # type: ignore[no-untyped-call]
         del differentiable
         if meter is not None:
             levels.held = meter.current_bytes() - end.untyped_storage().nbytes()
@@ -130,16 +139,21 @@ def _seconds(
     inputs: tuple[tuple[Any, ...], dict[str, Any]],
     parameters: list[nn.Parameter],
     device: torch.device,
-) -> float:
-    """Per run, several runs in a row without waiting: in a step the host runs ahead of the device, too."""
+) -> tuple[float, float]:
+    """Per run, (seconds, seconds of the host). On an accelerator several runs in a row without waiting: in a
+    step the host runs ahead of the device, too."""
     if device.type != "cuda":
         begin = time.perf_counter()
         _run(call, inputs, parameters, None)
-        return time.perf_counter() - begin
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        took = time.perf_counter() - begin
+        return took, took
+    start, end = cuda_event(), cuda_event()
+    torch.cuda.synchronize(device)
+    begin = time.perf_counter()
     start.record()
     for _ in range(_IN_A_ROW):
         _run(call, inputs, parameters, None)
     end.record()
+    host = time.perf_counter() - begin
     end.synchronize()
-    return start.elapsed_time(end) * 1e-3 / _IN_A_ROW
+    return start.elapsed_time(end) * 1e-3 / _IN_A_ROW, host / _IN_A_ROW

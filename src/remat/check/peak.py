@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from torch import nn
 
 from remat.check.live import Meter
 
-__all__ = ["StepPeak", "step_peak"]
+__all__ = ["StepPeak", "release_cached", "step_peak"]
 
 
 @dataclass(frozen=True)
@@ -47,3 +48,10 @@ def step_peak(model: nn.Module, run: Callable[[], torch.Tensor], device: torch.d
     seconds = time.perf_counter() - begin
     reserved = torch.cuda.memory_reserved(device) if device.type == "cuda" else None
     return StepPeak(above, seconds, reserved)
+
+
+def release_cached(device: torch.device) -> None:
+    """Give free memory back to the device, so that what comes next does not find it in pieces of other sizes."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()

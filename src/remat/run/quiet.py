@@ -19,7 +19,7 @@ def quiet(model: nn.Module) -> Iterator[None]:
     for config in configs:
         config.use_cache = False
     for module in checkpointing:
-        module.gradient_checkpointing = False
+        module.gradient_checkpointing = False  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -205,11 +205,10 @@ class PlannedRegion:
         kwargs: dict[str, Any],
         inputs: list[torch.Tensor],
     ) -> Any:
+        seen: dict[tuple[str, str, int], list[torch.Tensor]] = {}
         if not program.modules:
             output = forward(*args, **kwargs)
-            seen = {}
         else:
-            seen = {}
             taps = _taps()
             taps.append(seen)
             try:

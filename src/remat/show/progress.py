@@ -19,8 +19,8 @@ def showing(title: str) -> Iterator[Callable[[str], None]]:
         from rich.console import Console
         from rich.status import Status
     except ImportError:  # rich is for people; a machine without it gets plain lines
-        with _plain(title) as say:
-            yield say
+        with _plain(title) as plain_say:
+            yield plain_say
         return
     console = Console(stderr=True)
     if not console.is_terminal:

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from remat.records import Op, RegionGraph
-from remat.run.replay import OVERWRITES, decode, overload, replaying, twin
+from remat.run.replay import OVERWRITES, decode, dtype_of, overload, replaying, twin
 from remat.trace.capture import Capture
 
-__all__ = ["Rates", "estimate", "price", "seconds_of"]
+__all__ = ["HOST", "Rates", "cuda_event", "estimate", "price", "seconds_of"]
 
 _ROUNDS = 3
 _RUNS = 5
@@ -76,16 +76,20 @@ def seconds_of(capture: Capture, op: Op) -> float:
     return _time_cuda(run)
 
 
+def cuda_event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
 def _time_cuda(run: Any) -> float:
     rounds = []
     for _ in range(_ROUNDS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start, end = cuda_event(), cuda_event()
         start.record()
         for _ in range(_RUNS):
             run()
         end.record()
         end.synchronize()
-        rounds.append(start.elapsed_time(end) * 1e-3 / _RUNS)
+        rounds.append(float(start.elapsed_time(end)) * 1e-3 / _RUNS)
     return statistics.median(rounds)
 
 
@@ -125,4 +129,4 @@ def _nbytes(graph: RegionGraph, value: int) -> int:
     count = 1
     for size, stride in zip(meta.shape, meta.stride, strict=True):
         count *= size if stride else 1  # an expanded dimension is read once
-    return count * getattr(torch, meta.dtype).itemsize
+    return count * dtype_of(meta.dtype).itemsize

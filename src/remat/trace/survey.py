@@ -343,7 +343,7 @@ class _Clock:
         with visiting(self._model, blocks, self._visit):
             loss = run()
             self._mark(Phase.FORWARD, -1, begins=False)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             self._meter.synchronize()
         self._mark(Phase.BACKWARD, -1, begins=False)
         return self._segments(start)
@@ -368,7 +368,7 @@ class _Clock:
 
     def _watch_backward(self, call: int, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
         waiting = {place for place, tensor in enumerate(inputs) if tensor.requires_grad}
-        begun = []
+        begun: list[bool] = []
 
         def begin(_: Any) -> None:
             if not begun:
@@ -387,7 +387,7 @@ class _Clock:
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(begin)
         for place in sorted(waiting):
-            inputs[place].register_hook(arrived(place))
+            inputs[place].register_hook(arrived(place))  # type: ignore[no-untyped-call]
 
     def _segments(self, start: int) -> tuple[Segment, ...]:
         segments: list[Segment] = []

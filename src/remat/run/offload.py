@@ -21,7 +21,8 @@ their end only leaves a note, which the next call to the engine reads.
 
 Streams. Device copies belong to the stream on which the tensor was sent. Autograd runs the backward of an
 operation on the stream of its forward, so `get` normally meets its own stream; on another one it fetches a
-copy for that stream. A sent tensor must have been allocated on the stream on which it is sent.
+copy for that stream. A sent tensor must have been allocated on the stream on which it is sent (or have been
+recorded on it): that stream is the one that waits before the memory goes.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     PYTHONPATH=src python benchmarks/recipes.py --out benchmarks/results/recipes.json
 
-One process, one run: the plain step first, then every method. Time is the median of CUDA events after warm-up;
-the activation peak is the allocator's peak above what is resident (parameters and gradients are).
+One process, one run: every method in every round, in shuffled order. Time is the median of CUDA events after
+warm-up; the activation peak is the allocator's peak above what is resident (parameters and gradients are).
 On a machine without accelerator it runs small shapes and counts live bytes, so that it cannot rot.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,9 +29,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import remat
 from remat.check.live import Meter
+from remat.codec import to_json
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ SHAPES = {
     "launch-bound": Shape(12, 768, 2048, 12, 32000, 4, 256),
     "tiny": Shape(4, 64, 176, 4, 128, 2, 64),
 }
-SHARES = {"llama-1.3b": (0.6, 0.4, 0.3, 0.2), "launch-bound": (0.6, 0.4), "tiny": (0.6, 0.4)}
+SHARES = {"llama-1.3b": (0.6, 0.4, 0.3), "launch-bound": (0.6,), "tiny": (0.6, 0.4)}
 
 
 def build(shape: Shape) -> tuple[LlamaForCausalLM, dict[str, torch.Tensor]]:
@@ -64,16 +68,8 @@ def build(shape: Shape) -> tuple[LlamaForCausalLM, dict[str, torch.Tensor]]:
     return model, {"input_ids": ids, "labels": ids}
 
 
-def measure(model: torch.nn.Module, batch: dict[str, torch.Tensor], runs: int) -> dict[str, float]:
-    """Seconds (median, spread) and activation peak of forward and backward with gradients resident."""
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-
-    def step() -> None:
-        model(**batch).loss.backward()
-
-    for _ in range(3):
-        step()
+def peak_of(step: Callable[[], None]) -> int:
+    """The activation peak: above what is resident, parameters and gradients included."""
     gc.collect()
     with Meter(DEVICE) as meter:
         meter.synchronize()
@@ -81,11 +77,32 @@ def measure(model: torch.nn.Module, batch: dict[str, torch.Tensor], runs: int) -
         meter.reset_peak()
         step()
         meter.synchronize()
-        peak = meter.peak_bytes() - start
-    times = [_seconds(step) for _ in range(runs)]
-    for parameter in model.parameters():
-        parameter.grad = None
-    return {"seconds": statistics.median(times), "spread": max(times) - min(times), "peak": peak}
+        return meter.peak_bytes() - start
+
+
+def race(methods: dict[str, Callable[[], Any]], step: Callable[[], None], rounds: int, runs: int) -> dict[str, Row]:
+    """Every method in every round, in another order each time: a device that warms up slows all of them alike."""
+    times: dict[str, list[float]] = {label: [] for label in methods}
+    peaks: dict[str, int] = {}
+    order = random.Random(0)
+    for _ in range(rounds):
+        for label in order.sample(list(methods), len(methods)):
+            with methods[label]():
+                step()
+                step()
+                if label not in peaks:
+                    peaks[label] = peak_of(step)
+                times[label] += [_seconds(step) for _ in range(runs)]
+    return {
+        label: {
+            "seconds": statistics.median(found),
+            "quartiles": statistics.quantiles(found, n=4),
+            "peak": peaks[label],
+            "time": statistics.median(found) / statistics.median(times["plain"]),
+            "share": peaks[label] / peaks["plain"],
+        }
+        for label, found in times.items()
+    }
 
 
 def _seconds(step: Callable[[], None]) -> float:
@@ -148,54 +165,62 @@ def switch(model: LlamaForCausalLM) -> Any:
 # ------------------------------------------------------------------------------------------------- run
 
 
-def workload(name: str, runs: int) -> dict[str, Any]:
+def workload(name: str, rounds: int, out: str | None) -> dict[str, Any]:
     model, batch = build(SHAPES[name])
-    rows: dict[str, dict[str, Any]] = {}
-    runs = runs if name != "launch-bound" else 5 * runs  # the host is noisy
-
-    def add(label: str, context: Any, **extra: Any) -> None:
-        with context:
-            rows[label] = {**measure(model, batch, runs), **extra}
-        base = rows["plain"]
-        row = rows[label]
-        row |= {"time": row["seconds"] / base["seconds"], "share": row["peak"] / base["peak"]}
-        print(f"{name:<14}{label:<34}{row['time']:.3f}x  peak {row['share']:.3f}  {extra}", flush=True)
-
     with torch.no_grad():
         model(**batch)
-    add("plain", _nothing())
-    add("transformers checkpointing", switch(model))
-    for mode in ("attention", "every 2nd matmul", "all matmuls"):
-        add(f"selective, {mode}", selective(model, mode))
     begin = time.perf_counter()
     profile = remat.profile(model, batch, accumulate=True)
     seconds = time.perf_counter() - begin
     print(f"{name}: profile {seconds:.1f} s, {len(profile.kinds)} kinds, notes {profile.notes}", flush=True)
-    for entry in profile.kinds[0].menu:
-        print(
-            f"   {entry.mode.value:<8}resident {entry.resident_bytes / 2**20:8.1f} MiB  backward "
-            f"{entry.backward_peak_bytes / 2**20:8.1f} MiB  extra {entry.extra_seconds * 1e3:.3f} ms  "
-            f"replay {entry.recipe.replay_seconds * 1e3 if entry.recipe else 0:.3f} ms"
-        )
+    if out:
+        Path(out).with_name(f"profile-{name}.json").write_text(to_json(profile))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def step() -> None:
+        model(**batch).loss.backward()
+
+    methods: dict[str, Callable[[], Any]] = {"plain": _nothing, "transformers checkpointing": partial(switch, model)}
+    for mode in ("attention", "every 2nd matmul", "all matmuls"):
+        methods[f"selective, {mode}"] = partial(selective, model, mode)
+    plans = {}
     for share in SHARES[name]:
         try:
-            plan = remat.plan(profile, activations=share)
+            plans[f"remat {share}"] = remat.plan(profile, activations=share)
         except remat.BudgetError as error:
             print(f"{name}: {share}: {error}")
-            continue
-        predicted = plan.predicted_seconds / plan.plain_seconds
-        for check in (True, False) if share == SHARES[name][0] else (True,):
-            handle = remat.apply(model, plan, check=check)
-            label = f"remat {share}" + ("" if check else " without spot check")
-            add(label, handle, predicted_time=round(predicted, 3))
-            fallbacks = sum(region.counts.fallbacks for region in handle.regions)
-            resident = profile.step.resident + profile.step.gradients
-            rows[label] |= {
-                "fallbacks": fallbacks,
-                "predicted_peak_ratio": (plan.predicted_peak_bytes - resident) / rows[label]["peak"],
-            }
-            print(f"      fallbacks {fallbacks}, predicted/measured peak {rows[label]['predicted_peak_ratio']:.4f}")
-    verification = remat.verify(model, batch, remat.plan(profile, activations=SHARES[name][0]))
+    fallbacks: dict[str, int] = {}
+
+    @contextmanager
+    def planned(label: str, check: bool) -> Any:
+        with remat.apply(model, plans[label], check=check) as handle:
+            yield
+            fallbacks[label] = sum(region.counts.fallbacks for region in handle.regions)
+
+    for label in plans:
+        methods[label] = partial(planned, label, True)
+    first = next(iter(plans))
+    methods[f"{first} without spot check"] = partial(planned, first, False)
+    rows = race(methods, step, rounds, 3 if name == "llama-1.3b" else 10)
+    resident = profile.step.resident + profile.step.gradients
+    for label, row in rows.items():
+        note = ""
+        if label in plans:
+            plan = plans[label]
+            row["predicted_time"] = plan.predicted_seconds / plan.plain_seconds
+            row["predicted_peak_ratio"] = (plan.predicted_peak_bytes - resident) / row["peak"]
+            row["fallbacks"] = fallbacks[label]
+            note = (
+                f"predicted {row['predicted_time']:.3f}x, predicted/measured peak {row['predicted_peak_ratio']:.4f}, "
+                f"fallbacks {fallbacks[label]}"
+            )
+        low, _, high = row["quartiles"]
+        spread = (high - low) / row["seconds"]
+        print(f"{name:<14}{label:<34}{row['time']:.3f}x  peak {row['share']:.3f}  quartiles {spread:.3f}  {note}", flush=True)
+    for parameter in model.parameters():
+        parameter.grad = None
+    verification = remat.verify(model, batch, plans[first])
     print(f"{name}: {verification}", flush=True)
     return {"rows": rows, "profile_seconds": seconds, "verification": str(verification)}
 
@@ -208,14 +233,14 @@ def _nothing() -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out")
-    parser.add_argument("--runs", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--workloads", default="llama-1.3b,launch-bound" if CUDA else "tiny")
     options = parser.parse_args()
     result = {
         "date": date.today().isoformat(),
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if CUDA else "cpu",
-        "workloads": {name: workload(name, options.runs) for name in options.workloads.split(",")},
+        "workloads": {name: workload(name, options.rounds, options.out) for name in options.workloads.split(",")},
     }
     if options.out:
         with open(options.out, "w") as file:

@@ -31,7 +31,9 @@ def parse_bytes(text: int | str, *, total: int | None = None, what: str = "budge
         number, unit = float(match[1]), match[2].lower()
         if unit == "%":
             if total is None:
-                raise InputError(f"{what}={text!r}: a share needs a device whose memory size is known; {_EXAMPLES}")
+                raise InputError(
+                    f"{what}={text!r}: a share needs a device whose memory size is known; {_EXAMPLES}"
+                )
             if number > 100:
                 raise InputError(f"{what}={text!r} is more than the whole device; {_EXAMPLES}")
             value = math.floor(total * number / 100)

@@ -22,7 +22,7 @@ from remat.trees import tensors
 __all__ = ["Bench", "bench"]
 
 _IN_A_ROW = 4
-_ENOUGH_SECONDS = 0.06
+_ENOUGH_SECONDS = 0.15
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from remat.errors import CaptureError
-from remat.records import Arg, Const, Op, Recipe, Ref, RegionGraph, Saved, Source
+from remat.records import Arg, Const, Op, Recipe, Ref, RegionGraph, Role, Saved, Source, Value
 from remat.run.replay import OVERWRITES, constant, overload, twin
 from remat.run.spotcheck import Grid, sample_grid
 
@@ -81,7 +81,7 @@ class Program:
     `find(outputs)` walks the autograd graph: the nodes that matter, or the number of the first one that is
     not as captured. `collect(nodes, parameters, inputs, seen)` reads the kept tensors that rebuilding needs,
     or gives the number of the first one that is not as captured. `spread(kept)` deals them out to the slots.
-    `hook(nodes, holders, unpack)` puts the holders in.
+    `hook(nodes, holders, unpack)` puts the holders in. Pickled as what it was compiled from.
     """
 
     find: Callable[[list[torch.Tensor]], Any]
@@ -97,6 +97,12 @@ class Program:
     memo_size: int
     replayed_ops: int
     text: str  # the generated code, for debugging
+    graph: RegionGraph
+    recipe: Recipe
+    device: torch.device
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return compile_recipe, (self.graph, self.recipe, self.device)
 
 
 def compile_recipe(graph: RegionGraph, recipe: Recipe, device: torch.device) -> Program:
@@ -162,6 +168,9 @@ class _Compiler:
             memo_size=len(self.memo),
             replayed_ops=len(self.recipe.replayed),
             text=text,
+            graph=self.graph,
+            recipe=self.recipe,
+            device=self.device,
         )
 
     # -- where kept values are
@@ -189,12 +198,14 @@ class _Compiler:
         wanted = self.graph.values[value]
         if not wanted.held:
             return None
+        # Where two foreign tensors lie relative to each other is not known of a later run.
+        exact = self.graph.storages[wanted.storage].role is Role.FOREIGN
         found = None
         for other, where in self.places.get(wanted.storage, ()):
             if other == value:
                 return other, where
             same = self.graph.values[other]
-            if found is None and (same.dtype, same.bits) == (wanted.dtype, wanted.bits):
+            if found is None and not exact and (same.dtype, same.bits) == (wanted.dtype, wanted.bits):
                 found = (other, where)
         return found
 
@@ -320,6 +331,7 @@ class _Compiler:
             text, at = f"s[{self._tap(*reach)}]", reach[0]
         else:
             text, at = f"g{base}(s, m)", base
+            self._refuse_beyond(base, value)
         return text if at == value else self._view(text, at, value)
 
     def _view(self, text: str, base: int, value: int) -> str:
@@ -329,6 +341,12 @@ class _Compiler:
         if shift == 0:
             return f"{text}.as_strided({above.shape}, {above.stride})"
         return f"shifted({text}, {above.shape}, {above.stride}, {shift})"
+
+    def _refuse_beyond(self, base: int, value: int) -> None:
+        """What is rebuilt has memory of its own, just as much as it needs."""
+        (low, high), (first, last) = (_extent(self.graph.values[v]) for v in (base, value))
+        if first < low or last > high:
+            raise CaptureError(f"value {value} is a view that reaches beyond the rebuilt value {base}")
 
     def _argument(self, arg: Arg) -> str:
         if isinstance(arg, Ref):
@@ -423,6 +441,7 @@ class _Compiler:
         self.lines += ["def shifted(t, shape, stride, shift):"]
         self.lines += ["    return t.as_strided(shape, stride, t.storage_offset() + shift)"]
         self.lines.append("def collect(n, p, i, z):")
+        self._emit_aliases()
         for number, tap in enumerate(self.taps):
             meta = self.graph.values[tap.value]
             dtype = self._name("d", getattr(torch, meta.dtype))
@@ -432,6 +451,33 @@ class _Compiler:
                 f"or s{number}.stride() != {meta.stride}: return {number}"
             )
         self.lines.append(f"    return ({''.join(f's{number}, ' for number in range(len(self.taps)))})")
+
+    def _emit_aliases(self) -> None:
+        """Inputs that share memory must share it in the same way; if inputs are written, no others may.
+
+        The signature does not say so, and looking costs: only where the recipe rests on it.
+        """
+        values, storages = self.graph.values, self.graph.storages
+        groups: dict[int, list[int]] = collections.defaultdict(list)
+        for place, value in enumerate(self.graph.inputs):
+            groups[values[value].storage].append(place)
+        distance = "i[{b}].data_ptr() - i[{a}].data_ptr() != {shift}"
+        memory = "i[{}].untyped_storage()._cdata"
+        for storage, (a, *others) in groups.items():
+            if storage in self.kept:
+                for b in others:
+                    shift = _byte_offset(values[self.graph.inputs[b]]) - _byte_offset(values[self.graph.inputs[a]])
+                    near = distance.format(a=a, b=b, shift=shift)
+                    apart = f"{memory.format(a)} != {memory.format(b)}"
+                    self.lines.append(
+                        f"    if {near} or {apart}: return 'inputs {a} and {b} do not share memory as captured'"
+                    )
+        written = {v.storage for v in values if v.epoch and storages[v.storage].role is Role.INPUT}
+        if written and len(groups) > 1:
+            firsts = ", ".join(memory.format(places[0]) for places in groups.values())
+            self.lines.append(
+                f"    if len({{{firsts}}}) != {len(groups)}: return 'inputs share memory that is written'"
+            )
 
     def _emit_spread(self, needs: list[tuple[int, ...]]) -> None:
         self.lines.append("def spread(s):")
@@ -469,6 +515,18 @@ class _Compiler:
             label=f"{op.name} {list(meta.shape)} {meta.dtype}",
             source=op.source,
         )
+
+
+def _extent(value: Value) -> tuple[int, int]:
+    """First and last element that a value touches, in elements of its storage."""
+    if 0 in value.shape:
+        return value.offset, value.offset
+    reach = sum((size - 1) * step for size, step in zip(value.shape, value.stride, strict=True))
+    return value.offset, value.offset + reach
+
+
+def _byte_offset(value: Value) -> int:
+    return value.offset * getattr(torch, value.dtype).itemsize  # type: ignore[no-any-return]
 
 
 def saved_of(node: Any, attribute: str) -> Any:

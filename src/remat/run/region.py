@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat._torch_private import in_functorch
+from remat._torch_private import active_saved_tensors_hooks, in_functorch
 from remat.errors import RecomputeError
 from remat.records import Mode
-from remat.run.checkpoint import checkpoint
+from remat.run.checkpoint import Options, run_checkpointed
 from remat.run.recipe import Program, Slot
 from remat.run.replay import replaying
 from remat.run.same import same_bits
@@ -44,6 +44,7 @@ class Counts:
     fallbacks: int = 0
     why: str = ""
     in_backward: bool = False
+    steps: int = 0  # forwards that followed a backward
 
 
 @dataclass(frozen=True)
@@ -67,18 +68,19 @@ class Frame:
         self.program = program
         self.memo: list[Any] = [None] * program.memo_size
         self.versions = [tensor._version for tensor in kept]
-        self.device_type = kept[0].device.type if kept else "cpu"
+        self.device_type = program.device.type
         self.check: SpotCheck | None = None
 
 
 class Holder:
     """Stands in an autograd node where a saved tensor was."""
 
-    __slots__ = ("frame", "place", "slot", "sources", "tensor")
+    __slots__ = ("frame", "place", "slot", "sources", "tensor", "version")
 
     def __init__(self, frame: Frame, place: int, slot: Slot, sources: list[Any]) -> None:
         self.frame, self.place, self.slot, self.sources = frame, place, slot, sources
         self.tensor: torch.Tensor | None = None
+        self.version = 0
 
     def pack(self, tensor: torch.Tensor) -> Holder:
         self.tensor = tensor
@@ -93,11 +95,26 @@ class Holder:
             and tensor.stride() == slot.stride
         )
 
+    def keep(self) -> None:
+        """Hold the tensor after all, and watch its version: autograd does not where there are hooks."""
+        if self.tensor is not None:
+            self.version = self.tensor._version
+
+    def kept(self) -> torch.Tensor:
+        assert self.tensor is not None
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                f"region {self.frame.name}: one of the variables needed for gradient computation has been modified "
+                f"by an inplace operation: {self.slot.label} ({self.slot.source}) is at version "
+                f"{self.tensor._version}; expected version {self.version} instead"
+            )
+        return self.tensor
+
 
 def unpack(holder: Holder) -> torch.Tensor:
     """What autograd calls when it wants the saved tensor back."""
     if holder.tensor is not None:
-        return holder.tensor
+        return holder.kept()
     frame, sources, slot = holder.frame, holder.sources, holder.slot
     for number in slot.needs:
         if sources[number]._version != frame.versions[number]:
@@ -124,7 +141,23 @@ def unpack(holder: Holder) -> torch.Tensor:
 _open = threading.local()
 
 
-def _taps() -> list[dict[tuple[str, str, int], list[torch.Tensor]]]:
+class Passing(dict[tuple[str, str, int], list[torch.Tensor]]):
+    """(submodule, "module_input" or "module_output", number of the call) -> tensors, of one forward."""
+
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[tuple[ModuleTap, str], int] = {}
+
+    def note(self, tap: ModuleTap, kind: str, tree: Any) -> None:
+        # Counted per tap: a submodule that several regions share has a tap of each, under the same name.
+        call = self.calls.get((tap, kind), 0)
+        self.calls[tap, kind] = call + 1
+        self[tap.name, kind, call] = [tensor.detach() for tensor in tensors(tree)]
+
+
+def _taps() -> list[Passing]:
     if not hasattr(_open, "taps"):
         _open.taps = []
     return _open.taps  # type: ignore[no-any-return]
@@ -138,13 +171,11 @@ class ModuleTap:
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         for seen in _taps()[-1:]:
-            call = sum(1 for name, kind, _ in seen if name == self.name and kind == "module_input")
-            seen[self.name, "module_input", call] = [tensor.detach() for tensor in tensors((args, kwargs))]
+            seen.note(self, "module_input", (args, kwargs))
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         for seen in _taps()[-1:]:
-            call = sum(1 for name, kind, _ in seen if name == self.name and kind == "module_output")
-            seen[self.name, "module_output", call] = [tensor.detach() for tensor in tensors(output)]
+            seen.note(self, "module_output", output)
 
 
 # -------------------------------------------------------------------------------------------- the region
@@ -170,7 +201,13 @@ class PlannedRegion:
     owner: str = "remat.apply"
 
     def __deepcopy__(self, memo: Any) -> PlannedRegion:
-        return PlannedRegion(self.name, self.tower, self.variants, self.check, False, self.turn, self.turns)
+        return PlannedRegion(*self._as_planned())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PlannedRegion, self._as_planned()
+
+    def _as_planned(self) -> tuple[Any, ...]:
+        return self.name, self.tower, dict(self.variants), self.check, False, self.turn, self.turns
 
     def __call__(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -178,13 +215,18 @@ class PlannedRegion:
         counts = self.counts
         if counts.in_backward:
             counts.in_backward, counts.rebuilt = False, 0
+            counts.steps += 1
         counts.calls += 1
         key, inputs = describe_call(args, kwargs, module.training)
         variant = self.known.get(key) or self._variant(key)
         if variant.mode is Mode.KEEP or in_functorch():
             return forward(*args, **kwargs)
         if variant.program is None:
-            return checkpoint(forward, *args, **kwargs)
+            owners = () if self.tower == "functions" else (module,)
+            return run_checkpointed(forward, args, kwargs, Options(name=self.name), owners)
+        if active_saved_tensors_hooks() is not None:
+            self._fall_back("another saved-tensor hook is active (an outer checkpoint, save_on_cpu)")
+            return forward(*args, **kwargs)
         return self._run_recipe(variant.program, module, forward, args, kwargs, inputs)
 
     def _variant(self, key: tuple[Any, ...]) -> Variant:
@@ -205,7 +247,7 @@ class PlannedRegion:
         kwargs: dict[str, Any],
         inputs: list[torch.Tensor],
     ) -> Any:
-        seen: dict[tuple[str, str, int], list[torch.Tensor]] = {}
+        seen = Passing()
         if not program.modules:
             output = forward(*args, **kwargs)
         else:
@@ -215,8 +257,8 @@ class PlannedRegion:
                 output = forward(*args, **kwargs)
             finally:
                 taps.pop()
-        outputs = [tensor for tensor in tensors(output) if tensor.grad_fn is not None]
-        if outputs:
+        outputs = tensors(output)
+        if any(tensor.grad_fn is not None for tensor in outputs):
             problem = self._drop(program, module, outputs, inputs, seen)
             if problem:
                 self._fall_back(problem)
@@ -230,7 +272,7 @@ class PlannedRegion:
         module: nn.Module,
         outputs: list[torch.Tensor],
         inputs: list[torch.Tensor],
-        seen: dict[tuple[str, str, int], list[torch.Tensor]],
+        seen: Passing,
     ) -> str:
         """Replace saved tensors by holders. Returns why not, if not: then nothing was let go."""
         try:
@@ -238,29 +280,36 @@ class PlannedRegion:
             if type(nodes) is int:
                 return f"node {nodes} of the autograd graph is not the one captured"
             kept = program.collect(nodes, self._parameters(program, module), inputs, seen)
-            if type(kept) is int:
-                return f"{program.kept[kept]} is not as captured"
+            if type(kept) is not tuple:
+                return kept if type(kept) is str else f"{program.kept[kept]} is not as captured"
+            frame = Frame(self.name, self.counts, program, kept)
         except (AttributeError, IndexError, KeyError, TypeError, RuntimeError) as error:
             return f"the autograd graph is not the one captured ({type(error).__name__}: {error})"
-        frame = Frame(self.name, self.counts, program, kept)
         holders = [
             Holder(frame, place, slot, sources)
             for place, (slot, sources) in enumerate(zip(program.slots, program.spread(kept), strict=True))
         ]
-        try:
-            program.hook(nodes, holders, unpack)
-        except RuntimeError:
-            return "another saved-tensor hook is active (an outer checkpoint, save_on_cpu)"
-        for holder in holders:
-            if not holder.is_as_captured():
-                return f"{holder.slot.label} ({holder.slot.source}) has another shape, stride or dtype now"
-        if self.shadow and (problem := self._shadow(holders)):
+        problem = self._hook(program, nodes, holders)
+        if problem:
+            for holder in holders:
+                holder.keep()
             return problem
         if self.check:
             frame.check = self._spot_check(program, holders)
         for holder in holders:
             holder.tensor = None
         return ""
+
+    def _hook(self, program: Program, nodes: Any, holders: list[Holder]) -> str:
+        """Put the holders in, each with its tensor, and look at every one. Returns what is wrong."""
+        try:
+            program.hook(nodes, holders, unpack)
+        except (AttributeError, IndexError, TypeError, RuntimeError) as error:
+            return f"a saved tensor cannot be replaced ({type(error).__name__}: {error})"
+        for holder in holders:
+            if not holder.is_as_captured():
+                return f"{holder.slot.label} ({holder.slot.source}) has another shape, stride or dtype now"
+        return self._shadow(holders) if self.shadow else ""
 
     def _parameters(self, program: Program, module: nn.Module) -> list[Any]:
         """Looked up at every call: FSDP swaps them, functional_call replaces them. Only where is remembered."""
@@ -277,7 +326,7 @@ class PlannedRegion:
             program.checked,
             self._report(program),
             phase=number,
-            whole=self.turns > 0 and number % self.turns == self.turn,
+            whole=self.turns > 0 and self.counts.steps % self.turns == self.turn,
         )
 
     def _report(self, program: Program) -> Callable[[int], str]:
@@ -294,13 +343,18 @@ class PlannedRegion:
 
     def _shadow(self, holders: list[Holder]) -> str:
         """Rebuild everything while the real tensors are still there, and compare bit for bit."""
-        for holder in holders:
-            with replaying():
-                rebuilt = holder.slot.rebuild(holder.sources, holder.frame.memo)
-            assert holder.tensor is not None
-            if not same_bits(rebuilt, holder.tensor):
-                return f"the replay of {holder.slot.label} ({holder.slot.source}) does not give the same bits"
-        holders[0].frame.memo[:] = [None] * len(holders[0].frame.memo)
+        memo = holders[0].frame.memo
+        try:
+            for holder in holders:
+                with replaying():
+                    rebuilt = holder.slot.rebuild(holder.sources, memo)
+                assert holder.tensor is not None
+                if not same_bits(rebuilt, holder.tensor):
+                    problem = f"the replay of {holder.slot.label} ({holder.slot.source}) does not give the same bits"
+                    self.switch_off(problem)
+                    return problem
+        finally:
+            memo[:] = [None] * len(memo)
         return ""
 
     def _fall_back(self, why: str) -> None:

@@ -58,7 +58,9 @@ def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 class SpotCheck:
     """What one graph expects of the tensors that it dropped."""
 
-    __slots__ = ("_checksums", "_expected", "_found", "_grids", "_phase", "_places", "_report", "_wrong")
+    __slots__ = (
+        "_backward", "_checksums", "_expected", "_found", "_grids", "_phase", "_places", "_report", "_wrong",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -73,6 +75,7 @@ class SpotCheck:
         """Sample those of the dropped tensors that `places` names. `phase` moves the grid, `whole` takes
         checksums of them too."""
         self._grids, self._places, self._report, self._phase = grids, places, report, phase
+        self._backward = -1  # the pass that is looked at: with retain_graph there may be several
         self._expected = torch.cat([self._sample(place, tensors[place]) for place in places])
         self._found: dict[int, torch.Tensor] = {}
         self._checksums = {place: _checksum(tensors[place]) for place in places} if whole else None
@@ -83,12 +86,16 @@ class SpotCheck:
         sample = tensor.as_strided(
             (count,), (spacing,), tensor.storage_offset() + self._phase % places * shift
         )
-        return torch.view_as_real(sample)[:, 0] if sample.is_complex() else sample
+        return torch.view_as_real(sample.resolve_conj())[:, self._phase % 2] if sample.is_complex() else sample
 
     def see(self, place: int, tensor: torch.Tensor) -> None:
         """Take the same samples of the replayed tensor (only for the places that were given)."""
-        if not self._found:
-            _expect(self)
+        backward = current_backward()
+        if backward != self._backward or backward < 0:
+            self._backward = backward
+            self._found.clear()
+            self._wrong.clear()
+            _expect(self, backward)
         self._found[place] = self._sample(place, tensor).clone()
         if self._checksums is not None:
             self._wrong.append((place, _checksum(tensor) != self._checksums[place]))
@@ -142,9 +149,8 @@ _running: collections.OrderedDict[int, list[SpotCheck]] = collections.OrderedDic
 _lock = threading.Lock()
 
 
-def _expect(check: SpotCheck) -> None:
+def _expect(check: SpotCheck, backward: int) -> None:
     """Have this check read when the running backward pass ends."""
-    backward = current_backward()
     with _lock:
         first = backward not in _running
         checks = _running.setdefault(backward, [])

@@ -21,7 +21,7 @@ from remat._torch_private import sequence_number
 from remat.errors import CaptureError
 from remat.records import Op, RegionGraph, Role, Saved, Source, Storage, Value
 from remat.trace.graphwalk import GraphNode, SavedTensor, saved_tensors, walk
-from remat.trace.record import Recorder, has_storage
+from remat.trace.record import RANDOM, Recorder, has_storage
 from remat.trees import map_tensors, tensors
 
 __all__ = ["Capture", "capture", "entry_copies"]
@@ -49,8 +49,8 @@ def capture(
 
     Without `hold` nothing outlives the operation that needs it, so that the run takes no more memory than the
     region's own forward; such a capture can be compared, but not priced.
-    `reseed` draws other random numbers and turns the float inputs around: a second capture that must give
-    the same graph shows that no Python number depends on data or chance.
+    `reseed` draws other random numbers, and turns the float inputs around and scales them: a second capture
+    that must give the same graph shows that no Python number depends on data or chance.
     """
     parameters = [
         *module.named_parameters(remove_duplicate=False),
@@ -62,17 +62,35 @@ def capture(
             _seed(reseed, tensors((args, kwargs)))
         args, kwargs = entry_copies(args, kwargs, turn=reseed is not None)
         inputs = tensors((args, kwargs))
+        # Now: where the region writes to an input, that tensor's grad_fn becomes a node of the region.
+        entries = [tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None]
         recorder = Recorder(parameters, inputs, hold=hold)
+        since = _next_sequence_number()
         with _boundaries(module, recorder) as seen, torch.enable_grad():
             torch.clear_autocast_cache()
             with recorder:
                 output = run(*args, **kwargs)
             torch.clear_autocast_cache()
+        _forget_replaced(recorder, module, parameters)
         outputs = tensors(output)
-        entries = [tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None]
-        nodes = walk([tensor for tensor in outputs if tensor.grad_fn is not None], entries)
+        nodes = walk(outputs, entries, since)
         saved = list(saved_tensors(nodes))
         return _Builder(recorder, seen, nodes, saved, outputs).build()
+
+
+def _next_sequence_number() -> int:
+    """Every node that autograd makes from now on (on this thread) has a higher one."""
+    with torch.enable_grad():
+        return sequence_number(torch.empty(0, requires_grad=True).view(0).grad_fn)
+
+
+def _forget_replaced(recorder: Recorder, module: nn.Module, before: list[tuple[str, torch.Tensor]]) -> None:
+    """A name that the region itself gave to another tensor does not find the one that it had read."""
+    now = dict([*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)])
+    replaced = {name for name, tensor in before if now.get(name) is not tensor}
+    for value in recorder.values:
+        if value.parameter in replaced:
+            value.parameter = ""
 
 
 def _seed(seed: int, inputs: list[torch.Tensor]) -> None:
@@ -122,7 +140,7 @@ def entry_copies(args: tuple[Any, ...], kwargs: dict[str, Any], *, turn: bool = 
         if storage._cdata not in clones:
             elements = storage.nbytes() // tensor.element_size()
             flat = tensor.detach().as_strided((elements,), (1,), 0)
-            clones[storage._cdata] = flat.flip(0) if turn and tensor.is_floating_point() else flat.clone()
+            clones[storage._cdata] = _turned(flat) if turn else flat.clone()
         flat = clones[storage._cdata]
         if flat.dtype != tensor.dtype:
             flat = flat.view(tensor.dtype)
@@ -142,6 +160,13 @@ def entry_copies(args: tuple[Any, ...], kwargs: dict[str, Any], *, turn: bool = 
     return new_args, new_kwargs
 
 
+def _turned(flat: torch.Tensor) -> torch.Tensor:
+    """Other data of the same kind: in another order, and its largest element, mean and norm differ too."""
+    if not (flat.is_floating_point() or flat.is_complex()):
+        return flat.clone()
+    return flat.flip(0).mul_(0.75) if flat.element_size() > 1 else flat.flip(0)
+
+
 def _own(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as a tensor that autograd does not know as a view."""
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
@@ -153,6 +178,7 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
 def _no_trace(module: nn.Module, inputs: list[torch.Tensor]) -> Iterator[None]:
     """Random state and buffers as before."""
     cuda = sorted({t.device.index for t in (*module.parameters(), *inputs) if t.device.type == "cuda"})
+    tables = [(submodule, dict(submodule._buffers)) for submodule in module.modules()]
     values = [buffer for buffer in module.buffers() if not isinstance(buffer, FakeTensor)]  # those have none
     buffers = [(buffer, buffer.detach().clone()) for buffer in values]
     versions = [buffer._version for buffer, _ in buffers]
@@ -160,6 +186,8 @@ def _no_trace(module: nn.Module, inputs: list[torch.Tensor]) -> Iterator[None]:
         with torch.random.fork_rng(devices=cuda):
             yield
     finally:
+        for submodule, table in tables:
+            submodule._buffers.update(table)
         with torch.no_grad():
             for (buffer, before), version in zip(buffers, versions, strict=True):
                 if buffer._version != version or not torch.equal(buffer, before):
@@ -217,10 +245,12 @@ class _Builder:
 
     def build(self) -> Capture:
         recorder = self.recorder
+        self._refuse_numbers_of_weights()
         output_values = [recorder.intern(tensor) for tensor in self.outputs]
         slots = self._slots()
         sources = self._sources(slots)
         visible = self._visible(slots, sources)
+        self.free = self._free_values()
         self._mark_outputs(output_values)
         storages = tuple(Storage(raw.nbytes, raw.role) for raw in recorder.storages)
         values = tuple(self._value(index, visible) for index in range(len(recorder.values)))
@@ -274,6 +304,49 @@ class _Builder:
         raw = self.recorder.values
         return {(raw[v].storage, raw[v].dtype, raw[v].bits) for v in values if self.recorder.is_final(v)}
 
+    def _free_values(self) -> set[int]:
+        """Parameters and buffers that can be looked up by name and are not written here, and views of them."""
+        recorder = self.recorder
+        free: set[int] = set()
+        for index, raw in enumerate(recorder.values):  # a view comes after what it is a view of
+            storage = recorder.storages[raw.storage]
+            if storage.role is Role.PARAMETER and storage.epoch == 0:
+                producer = None if raw.producer is None else recorder.ops[raw.producer]
+                if raw.parameter or (producer is not None and producer.view and free.issuperset(producer.inputs)):
+                    free.add(index)
+        return free
+
+    def _refuse_numbers_of_weights(self) -> None:
+        """A Python number that rests on weights (or on integers) is the same in both captures, but perhaps not
+        in the next step. What rests on float inputs or chance is found by the second capture; a bool can
+        only choose a branch, which shows in the autograd graph."""
+        for op in self.recorder.ops:
+            if op.overload is torch.ops.aten._local_scalar_dense.default:
+                (value,) = op.inputs
+                if self.recorder.values[value].dtype is not torch.bool and not self._varies(value):
+                    raise CaptureError(
+                        f"it reads a number from the weights or from integers at {op.source or 'an unknown line'} "
+                        "(.item(), float(), int()), which may change from step to step"
+                    )
+
+    def _varies(self, value: int) -> bool:
+        """Whether the second capture sees other data behind this value."""
+        pending, seen = [value], set[int]()
+        while pending:
+            current = pending.pop()
+            if current in seen:
+                continue
+            seen.add(current)
+            raw = self.recorder.values[current]
+            if raw.producer is not None:
+                op = self.recorder.ops[raw.producer]
+                if op.reason == RANDOM:
+                    return True
+                pending.extend(op.inputs)
+            elif self.recorder.storages[raw.storage].role is Role.INPUT and raw.dtype.is_floating_point:
+                return True
+        return False
+
     def _mark_outputs(self, output_values: list[int]) -> None:
         for value in output_values:
             storage = self.recorder.storages[self.recorder.values[value].storage]
@@ -282,8 +355,6 @@ class _Builder:
 
     def _value(self, index: int, visible: set[tuple[int, Any, int]]) -> Value:
         raw = self.recorder.values[index]
-        storage = self.recorder.storages[raw.storage]
-        free = storage.role is Role.PARAMETER and storage.epoch == 0
         return Value(
             storage=raw.storage,
             epoch=raw.epoch,
@@ -293,7 +364,7 @@ class _Builder:
             dtype=str(raw.dtype).removeprefix("torch."),
             producer=raw.producer,
             held=self.recorder.is_final(index) and (raw.storage, raw.dtype, raw.bits) in visible,
-            free=free,
+            free=index in self.free,
             parameter=raw.parameter,
             bits=raw.bits,
         )

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from remat._torch_private import sequence_number
+
 __all__ = ["GraphNode", "SavedTensor", "saved_tensors", "walk"]
 
 _RAW = "_raw_saved_"
@@ -34,8 +36,12 @@ class SavedTensor:
     tensor: torch.Tensor
 
 
-def walk(outputs: list[torch.Tensor], entries: Iterable[Any]) -> list[GraphNode]:
-    """All nodes from the outputs down to the nodes of `entries` (which made the region's inputs)."""
+def walk(outputs: list[torch.Tensor], entries: Iterable[Any], since: int = 0) -> list[GraphNode]:
+    """All nodes from the outputs down to the nodes of `entries` (which made the region's inputs).
+
+    Nodes with a sequence number below `since` were made before the region began: by a tensor that it did not
+    get as an input (a closure, an attribute) it can reach into the graph of the rest of the model.
+    """
     stop = set(entries)
     found: list[GraphNode] = []
     seen: set[Any] = set()
@@ -48,11 +54,13 @@ def walk(outputs: list[torch.Tensor], entries: Iterable[Any]) -> list[GraphNode]
             continue
         seen.add(node)
         name = node.name()
-        if name == "torch::autograd::AccumulateGrad":
+        if name == "torch::autograd::AccumulateGrad" or sequence_number(node) < since:
             continue
         index = len(found)
         found.append(GraphNode(node, name, parent, edge))
-        pending.extend((child, index, place) for place, (child, _) in reversed(list(enumerate(node.next_functions))))
+        pending.extend(
+            (child, index, place) for place, (child, _) in reversed(list(enumerate(node.next_functions)))
+        )
     return found
 
 
@@ -67,7 +75,9 @@ def saved_tensors(nodes: list[GraphNode]) -> Iterator[SavedTensor]:
 def _unpacked(node: Any, attribute: str) -> Iterator[tuple[int, torch.Tensor]]:
     try:
         # A Python function's node keeps its tensors under another public name than the C++ nodes do.
-        name = "saved_tensors" if attribute == "_raw_saved_tensors" else "_saved_" + attribute.removeprefix(_RAW)
+        name = (
+            "saved_tensors" if attribute == "_raw_saved_tensors" else "_saved_" + attribute.removeprefix(_RAW)
+        )
         if not hasattr(node, name):
             name = "_saved_tensors"
         content = getattr(node, name)

@@ -24,9 +24,14 @@ __all__ = ["RawOp", "RawValue", "Recorder"]
 
 Key = tuple[Any, ...]
 
+RANDOM = "draws random numbers"  # why an operation is not replayable
+
 # In training these update running statistics although their schema does not say so; their results do not
 # depend on the statistics, so a replay gets None for them.
 _BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
+_SYNCED_NORMS = {"batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"}
+_STATISTICS = {"running_mean", "running_var"}
+_COLLECTIVES = {"c10d", "c10d_functional", "_c10d_functional"}
 _UNINITIALISED = ("empty", "new_empty")
 _DATA_DEPENDENT = {
     "_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2", "bincount", "unique_consecutive",
@@ -187,7 +192,7 @@ class Recorder(TorchDispatchMode):
             plain_args, plain_kwargs, reason = (), (), f"argument of type {error}"
         written = _written_arguments(func, args, kwargs)
         result = func(*args, **kwargs)
-        for tensor in written.values():
+        for tensor in (*written.values(), *_written_unsaid(func, args, kwargs)):
             self.storages[self.storage_of(tensor)].epoch += 1
         self._add(func, args, kwargs, plain_args, plain_kwargs, encoder.refs, written, result, reason)
         return result
@@ -222,7 +227,7 @@ class Recorder(TorchDispatchMode):
         inputs = list(refs)
         if name in OVERWRITES:
             inputs = inputs[1:]
-        if name in _BATCH_NORMS and _argument(func, args, kwargs, "training"):
+        if _moves_statistics(func, args, kwargs):
             plain_args, plain_kwargs, inputs = _without_statistics(func, plain_args, plain_kwargs)
         self.ops.append(
             RawOp(
@@ -265,6 +270,19 @@ def _written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     return written
 
 
+def _moves_statistics(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    name = func._schema.name.split("::")[-1]
+    return name in _SYNCED_NORMS or (name in _BATCH_NORMS and bool(_argument(func, args, kwargs, "training")))
+
+
+def _written_unsaid(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Running statistics that this operation moves: whoever read them before read something else."""
+    if not _moves_statistics(func, args, kwargs):
+        return []
+    found = [_argument(func, args, kwargs, name) for name in sorted(_STATISTICS)]
+    return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
+
+
 def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
     for place, argument in enumerate(func._schema.arguments):
         if argument.name == name:
@@ -275,10 +293,9 @@ def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: st
 def _without_statistics(
     func: Any, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...]
 ) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...], list[int]]:
-    statistics = {"running_mean", "running_var"}
     names = [argument.name for argument in func._schema.arguments]
-    plain = tuple(None if names[i] in statistics else arg for i, arg in enumerate(args))
-    named = tuple((name, None if name in statistics else arg) for name, arg in kwargs)
+    plain = tuple(None if names[i] in _STATISTICS else arg for i, arg in enumerate(args))
+    named = tuple((name, None if name in _STATISTICS else arg) for name, arg in kwargs)
     refs = [arg.value for arg in (*plain, *(arg for _, arg in named)) if isinstance(arg, Ref)]
     return plain, named, refs
 
@@ -289,7 +306,11 @@ def _why_not_replayable(func: Any, name: str, args: tuple[Any, ...], kwargs: dic
     if torch.Tag.nondeterministic_seeded in func.tags:
         dropout = _argument(func, args, kwargs, "dropout_p")
         if dropout is None or dropout > 0:
-            return "draws random numbers"
+            return RANDOM
+    if torch.Tag.inplace_view in func.tags:
+        return "changes the shape of a tensor in place"
+    if func.namespace in _COLLECTIVES:
+        return "talks to other processes"
     if name in _DATA_DEPENDENT:
         return "its result depends on data that Python reads"
     if name in _LIFTED:
@@ -297,7 +318,7 @@ def _why_not_replayable(func: Any, name: str, args: tuple[Any, ...], kwargs: dic
     if name in _WORKSPACES:
         return "its workspace cannot be rebuilt"
     if any(isinstance(a, torch.Generator) for a in (*args, *kwargs.values())):
-        return "draws random numbers"
+        return RANDOM
     return ""
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from remat.api import Handle, apply, fit, plan, profile, verify
+    from remat.batchsize import largest
     from remat.check.measure import Measurement, measure
     from remat.check.verify import Verification
     from remat.errors import (
@@ -58,6 +59,7 @@ __all__ = [
     "enable",
     "fit",
     "gradient_checkpoint_forward",
+    "largest",
     "measure",
     "plan",
     "profile",
@@ -89,6 +91,7 @@ _EXPORTS: dict[str, str] = {
     "enable": "remat.run.byhand",
     "fit": "remat.api",
     "gradient_checkpoint_forward": "remat.run.checkpoint",
+    "largest": "remat.batchsize",
     "measure": "remat.check.measure",
     "plan": "remat.api",
     "profile": "remat.api",

@@ -16,7 +16,9 @@ from remat.check.regions import verify_regions
 from remat.check.step import Loss, run_step, signature, tensors_of
 from remat.check.untouched import untouched
 from remat.check.verify import Verification
+from remat.devices import Device
 from remat.errors import BudgetError, InputError, RematError
+from remat.estimating import OptimizerLike, estimate_profile
 from remat.handle import Handle, apply
 from remat.planner.schedule import keep_everything, schedule
 from remat.planner.simulate import simulate
@@ -35,13 +37,15 @@ _ACTIONS = (Action.KEEP, Action.RECOMPUTE)
 
 
 def profile(
-    model: nn.Module,
+    model: nn.Module | Callable[[], nn.Module],
     batch: Any = None,
     *,
     loss: Loss | None = None,
     step: Step | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | OptimizerLike | None = None,
     accumulate: bool | int = False,
+    device: str | Device | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Profile:
     """Measure what planning needs to know of one training step. The model is left as it was.
 
@@ -49,7 +53,27 @@ def profile(
     (output, batch); by default it is output.loss, or the output itself if it is a scalar. Or `step`: a
     callable that runs forward and returns the loss. With `optimizer` its state and its own step count, and
     with `accumulate` (True, or the number of micro-steps) gradients are resident when a step starts.
+
+    With `device` ("h100-80gb", or a remat.devices.Device) nothing is measured: the step is estimated for that
+    device without having it, and without memory for weights. Then `model` and `batch` may be functions that
+    make them, `optimizer` a name ("adamw") or a function of parameters, and `dtype` what weights are cast to.
     """
+    if device is not None:
+        if step is not None or batch is None:
+            raise InputError("an estimate for a device needs a batch, or a function that makes it, and no step=")
+        with showing("remat: estimating a step") as progress:
+            return estimate_profile(
+                model, batch, device, loss=loss, optimizer=optimizer,  # type: ignore[arg-type]
+                accumulate=accumulate, dtype=dtype, progress=progress,
+            )  # fmt: skip
+    if dtype is not None:
+        raise InputError("dtype= belongs to an estimate (device=...); cast the model itself: model.to(dtype)")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError("pass the optimizer itself; a name or a function is for estimates (device=...)")
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"model is a {type(model).__name__}; pass an nn.Module (a function that makes one needs device=)"
+        )
     request = _request(model, batch, loss, step, optimizer, accumulate)
     with showing(f"remat: profiling {type(model).__name__}") as progress:
         return build_profile(request, progress)

@@ -35,7 +35,7 @@ from remat.devices import Device
 from remat.devices import device as find_device
 from remat.errors import CaptureError, InputError
 from remat.planner.menu import recipes, working_set_bytes
-from remat.profiling import _call, _entry, _notes, _sorted, _storage_bytes
+from remat.profiling import menu_entry, region_call, sorted_menu, storage_bytes, survey_notes
 from remat.records import (
     Entry,
     Environment,
@@ -155,7 +155,7 @@ class _Estimate:
         clock = _clock(self.target)
         with Meter(_HOST) as meter, clock:
             segments = timeline(self.model, blocks, self.run, meter)
-        calls = tuple(_call(sighting) for sighting in found.sightings)
+        calls = tuple(region_call(sighting) for sighting in found.sightings)
         references = [kinds[call.kind].menu[kinds[call.kind].reference] for call in calls]
         return Profile(
             model=type(self.model).__name__,
@@ -169,15 +169,15 @@ class _Estimate:
             segments=_with_workspace(segments, [kinds[call.kind] for call in calls], self.target),
             step_seconds=max(clock.seconds - sum(entry.extra_seconds for entry in references), 0.0),
             accumulate=accumulate,
-            notes=(*_disclosure(self.model, self.target), *_notes(found)),
+            notes=(*_disclosure(self.model, self.target), *survey_notes(found)),
         )
 
     def _step_bytes(self, held: OptimizerBytes | None) -> StepBytes:
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         batch = sum(tensor.untyped_storage().nbytes() for tensor in tensors_of(self.batch))
         return StepBytes(
-            parameters=_storage_bytes(self.model.parameters(), _HOST),
-            buffers=_storage_bytes(self.model.buffers(), _HOST),
+            parameters=storage_bytes(self.model.parameters(), _HOST),
+            buffers=storage_bytes(self.model.buffers(), _HOST),
             gradients=sum(p.numel() * p.element_size() for p in parameters),
             optimizer_state=held.state if held else 0,
             optimizer_temporary=held.temporary if held else 0,
@@ -226,19 +226,19 @@ class _Menu:
         forward_seconds = self._forward_seconds()
         keep = self._run(example.forward)
         entries = [
-            _entry(Mode.KEEP, keep, 0.0, graph, len(example.inputs)),
-            _entry(Mode.FULL, self._run(full), forward_seconds, None, len(example.inputs)),
+            menu_entry(Mode.KEEP, keep, 0.0, graph, len(example.inputs)),
+            menu_entry(Mode.FULL, self._run(full), forward_seconds, None, len(example.inputs)),
         ]
         if graph is not None:
             for recipe in _recipes(graph):
                 ran = self._run_recipe(graph, recipe, keep)
                 entries.append(
-                    _entry(Mode.RECIPE, ran, recipe.replay_seconds, graph, len(example.inputs), recipe)
+                    menu_entry(Mode.RECIPE, ran, recipe.replay_seconds, graph, len(example.inputs), recipe)
                 )
         workspace = _workspace_bytes(graph, self.target)
         return Kind(
             signature=self.species.signature,
-            menu=_sorted([_estimated(entry, workspace) for entry in entries]),
+            menu=sorted_menu([_estimated(entry, workspace) for entry in entries]),
             saved_bytes=entries[0].resident_bytes,
             forward_seconds=forward_seconds,
             graph=graph,

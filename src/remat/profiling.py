@@ -42,7 +42,16 @@ from remat.run.region import PlannedRegion, Variant
 from remat.trace.discover import Block, find_blocks
 from remat.trace.survey import Sighting, Species, Survey, frugally, survey, timeline, visiting
 
-__all__ = ["Request", "build_profile"]
+__all__ = [
+    "Request",
+    "build_profile",
+    "device_of",
+    "menu_entry",
+    "region_call",
+    "sorted_menu",
+    "storage_bytes",
+    "survey_notes",
+]
 
 Progress = Callable[[str], None]
 
@@ -99,7 +108,7 @@ def build_profile(request: Request, progress: Progress) -> Profile:
             parameter.grad = None
         with Meter(device) as meter:
             segments = timeline(model, blocks, request.run, meter)
-    calls = tuple(_call(sighting) for sighting in found.sightings)
+    calls = tuple(region_call(sighting) for sighting in found.sightings)
     extra = sum(kinds[c.kind].menu[kinds[c.kind].reference].extra_seconds for c in calls)
     return Profile(
         model=type(model).__name__,
@@ -113,7 +122,7 @@ def build_profile(request: Request, progress: Progress) -> Profile:
         segments=segments,
         step_seconds=max(seconds - extra, seconds / 2),  # recomputing all takes a third; timings are noisy
         accumulate=request.accumulate,
-        notes=_notes(found),
+        notes=survey_notes(found),
     )
 
 
@@ -139,9 +148,9 @@ def _wait(device: torch.device) -> None:
 
 def _step_bytes(request: Request, device: torch.device) -> StepBytes:
     model = request.model
-    parameters = _storage_bytes(model.parameters(), device)
-    buffers = _storage_bytes(model.buffers(), device)
-    present = _storage_bytes((p.grad for p in model.parameters() if p.grad is not None), device)
+    parameters = storage_bytes(model.parameters(), device)
+    buffers = storage_bytes(model.buffers(), device)
+    present = storage_bytes((p.grad for p in model.parameters() if p.grad is not None), device)
     gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     held = optimizer_bytes(request.optimizer, device) if request.optimizer is not None else None
     if device.type == "cuda":
@@ -159,7 +168,7 @@ def _step_bytes(request: Request, device: torch.device) -> StepBytes:
     )
 
 
-def _storage_bytes(found: Any, device: torch.device) -> int:
+def storage_bytes(found: Any, device: torch.device) -> int:
     storages = {
         t.untyped_storage()._cdata: t.untyped_storage() for t in found if t.device.type == device.type
     }
@@ -173,7 +182,7 @@ def _environment(device: torch.device) -> Environment:
     return Environment(str(device), device.type, torch.__version__)
 
 
-def _call(sighting: Sighting) -> RegionCall:
+def region_call(sighting: Sighting) -> RegionCall:
     gradients = sum(p.numel() * p.element_size() for p in sighting.module.parameters() if p.requires_grad)
     return RegionCall(
         name=sighting.name,
@@ -186,7 +195,7 @@ def _call(sighting: Sighting) -> RegionCall:
     )
 
 
-def _notes(found: Survey) -> tuple[str, ...]:
+def survey_notes(found: Survey) -> tuple[str, ...]:
     """Which regions have no recipes, and why."""
     notes = []
     for number, species in enumerate(found.species):
@@ -217,8 +226,8 @@ def _kind(species: Species, inputs: Inputs, device: torch.device, progress: Prog
     again = bench(full, inputs, modules, device)
     forward_seconds = sum(op.seconds for op in graph.ops) if graph is not None else keep.seconds / 3
     entries = [
-        _entry(Mode.KEEP, keep, 0.0, graph, len(example.inputs)),
-        _entry(Mode.FULL, again, _extra(again, keep, forward_seconds, device), None, len(example.inputs)),
+        menu_entry(Mode.KEEP, keep, 0.0, graph, len(example.inputs)),
+        menu_entry(Mode.FULL, again, _extra(again, keep, forward_seconds, device), None, len(example.inputs)),
     ]
     note = species.note
     for recipe in _recipes(graph, keep, device) if graph is not None else ():
@@ -228,10 +237,10 @@ def _kind(species: Species, inputs: Inputs, device: torch.device, progress: Prog
             note = note or str(error)
             continue
         extra = _extra(measured, keep, recipe.replay_seconds, device)
-        entries.append(_entry(Mode.RECIPE, measured, extra, graph, len(example.inputs), recipe))
+        entries.append(menu_entry(Mode.RECIPE, measured, extra, graph, len(example.inputs), recipe))
     return Kind(
         signature=species.signature,
-        menu=_sorted(entries),
+        menu=sorted_menu(entries),
         saved_bytes=entries[0].resident_bytes,
         forward_seconds=forward_seconds,
         graph=graph,
@@ -272,7 +281,7 @@ def _bench_recipe(species: Species, recipe: Recipe, inputs: Inputs, device: torc
     return measured
 
 
-def _entry(
+def menu_entry(
     mode: Mode,
     measured: Bench,
     extra: float,
@@ -308,7 +317,7 @@ def _stays(graph: RegionGraph, storage: int) -> bool:
     return graph.storages[storage].role in (Role.OUTPUT, Role.FOREIGN, Role.PARAMETER)
 
 
-def _sorted(entries: list[Entry]) -> tuple[Entry, ...]:
+def sorted_menu(entries: list[Entry]) -> tuple[Entry, ...]:
     """Keep first, then from most to least resident. Nothing is left out: a larger entry may still be the one
     with the smaller peak."""
     return (entries[0], *sorted(entries[1:], key=lambda entry: -entry.resident_bytes))

@@ -108,7 +108,11 @@ def bits_of(tensor: Tensor) -> Tensor:
     tensor = tensor.detach().resolve_conj().resolve_neg()
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.clone() if tensor.dtype is torch.bool else tensor.contiguous().view(words[tensor.element_size()]).clone()
+    return (
+        tensor.clone()
+        if tensor.dtype is torch.bool
+        else tensor.contiguous().view(words[tensor.element_size()]).clone()
+    )
 
 
 def train(
@@ -151,7 +155,11 @@ def assert_equal(expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
 
 
 def assert_planned_equals_plain(
-    model: nn.Module, run: Callable[[nn.Module], Tensor], planned: Planned, expected: dict[str, Tensor], **options: Any
+    model: nn.Module,
+    run: Callable[[nn.Module], Tensor],
+    planned: Planned,
+    expected: dict[str, Tensor],
+    **options: Any,
 ) -> None:
     """Two steps with a weight update in between: the first with every rebuilt tensor compared."""
     model = copy.deepcopy(model)
@@ -172,7 +180,7 @@ def fallbacks(planned: Planned) -> dict[str, str]:
 
 
 class Host(nn.Module):
-    """A block in the middle of a model: its inputs are not leaves, and every output takes part in the loss."""
+    """A block in the middle of a model: its inputs are not leaves, every output takes part in the loss."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -183,7 +191,11 @@ class Host(nn.Module):
         from remat.trees import map_tensors, tensors
 
         def enter(tensor: Tensor) -> Tensor:
-            return tensor * self.gain.to(tensor.dtype) if tensor.is_floating_point() or tensor.is_complex() else tensor
+            return (
+                tensor * self.gain.to(tensor.dtype)
+                if tensor.is_floating_point() or tensor.is_complex()
+                else tensor
+            )
 
         args, kwargs = map_tensors(enter, (args, kwargs))
         output = self.block(*args, **kwargs)

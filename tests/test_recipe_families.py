@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from models import ZOO, Case, _llama_sizes, _tokens, own_loss, squared
-from planning import Planned, assert_planned_equals_plain, fallbacks, regions_at, survey_of, train
 from torch import Tensor, nn
 
+from models import ZOO, Case, _llama_sizes, _tokens, own_loss, squared
+from planning import Planned, assert_planned_equals_plain, fallbacks, regions_at, survey_of, train
 from remat.records import Mode
 from remat.trace.survey import Survey
 from remat.trees import map_tensors
@@ -60,7 +60,13 @@ def clip() -> Case:
 
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = CLIPConfig(
-        text_config={**sizes, "vocab_size": 64, "max_position_embeddings": 16, "eos_token_id": 2, "bos_token_id": 1},
+        text_config={
+            **sizes,
+            "vocab_size": 64,
+            "max_position_embeddings": 16,
+            "eos_token_id": 2,
+            "bos_token_id": 1,
+        },
         vision_config={**sizes, "image_size": 16, "patch_size": 8},
         projection_dim=8,
     )
@@ -84,7 +90,9 @@ def gemma() -> Case:
     from transformers import GemmaConfig, GemmaForCausalLM
 
     tokens = _tokens()
-    return Case(GemmaForCausalLM(GemmaConfig(**_llama_sizes())), {"input_ids": tokens, "labels": tokens}, own_loss)
+    return Case(
+        GemmaForCausalLM(GemmaConfig(**_llama_sizes())), {"input_ids": tokens, "labels": tokens}, own_loss
+    )
 
 
 @family
@@ -110,8 +118,8 @@ def whisper() -> Case:
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
     config = WhisperConfig(
-        vocab_size=64, num_mel_bins=8, d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, max_source_positions=12,
+        vocab_size=64, num_mel_bins=8, d_model=16, encoder_layers=2, decoder_layers=2,
+        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, max_source_positions=12,
         max_target_positions=16, dropout=0.1, attention_dropout=0.1, activation_dropout=0.1,
         pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
     )  # fmt: skip
@@ -253,9 +261,9 @@ def prepared(name: str, dtype: torch.dtype) -> tuple[Case, Survey, dict[str, Ten
 
 def assert_explained(name: str, planned: Planned) -> None:
     for region, note in planned.notes.items():
-        assert NO_RECIPE.get(name) and NO_RECIPE[name] in note, f"{name}, {region} has no recipe: {note}"
+        assert NO_RECIPE.get(name, "no reason") in note, f"{name}, {region} has no recipe: {note}"
     for region, why in fallbacks(planned).items():
-        assert FALLS_BACK.get(name) and FALLS_BACK[name] in why, f"{name}, {region} fell back: {why}"
+        assert FALLS_BACK.get(name, "no reason") in why, f"{name}, {region} fell back: {why}"
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -269,4 +277,6 @@ def test_gradients_are_equal_to_the_bit(name: str, dtype: torch.dtype, level: fl
     assert_planned_equals_plain(case.model, case.run, planned, expected)
     assert_explained(name, planned)
     recipes = [r for r in planned.regions if any(v.mode is Mode.RECIPE for v in r.variants.values())]
-    assert recipes or name in NO_RECIPE or name in NOTHING_TO_DROP, "no region ran a recipe: nothing was tested"
+    assert recipes or name in NO_RECIPE or name in NOTHING_TO_DROP, (
+        "no region ran a recipe: nothing was tested"
+    )

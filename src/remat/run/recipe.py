@@ -466,7 +466,9 @@ class _Compiler:
         for storage, (a, *others) in groups.items():
             if storage in self.kept:
                 for b in others:
-                    shift = _byte_offset(values[self.graph.inputs[b]]) - _byte_offset(values[self.graph.inputs[a]])
+                    shift = _byte_offset(values[self.graph.inputs[b]]) - _byte_offset(
+                        values[self.graph.inputs[a]]
+                    )
                     near = distance.format(a=a, b=b, shift=shift)
                     apart = f"{memory.format(a)} != {memory.format(b)}"
                     self.lines.append(

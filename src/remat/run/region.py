@@ -104,8 +104,8 @@ class Holder:
         assert self.tensor is not None
         if self.tensor._version != self.version:
             raise RuntimeError(
-                f"region {self.frame.name}: one of the variables needed for gradient computation has been modified "
-                f"by an inplace operation: {self.slot.label} ({self.slot.source}) is at version "
+                f"region {self.frame.name}: one of the variables needed for gradient computation has been "
+                f"modified by an inplace operation: {self.slot.label} ({self.slot.source}) is at version "
                 f"{self.tensor._version}; expected version {self.version} instead"
             )
         return self.tensor
@@ -350,7 +350,8 @@ class PlannedRegion:
                     rebuilt = holder.slot.rebuild(holder.sources, memo)
                 assert holder.tensor is not None
                 if not same_bits(rebuilt, holder.tensor):
-                    problem = f"the replay of {holder.slot.label} ({holder.slot.source}) does not give the same bits"
+                    slot = holder.slot
+                    problem = f"the replay of {slot.label} ({slot.source}) does not give the same bits"
                     self.switch_off(problem)
                     return problem
         finally:

@@ -86,7 +86,9 @@ class SpotCheck:
         sample = tensor.as_strided(
             (count,), (spacing,), tensor.storage_offset() + self._phase % places * shift
         )
-        return torch.view_as_real(sample.resolve_conj())[:, self._phase % 2] if sample.is_complex() else sample
+        return (
+            torch.view_as_real(sample.resolve_conj())[:, self._phase % 2] if sample.is_complex() else sample
+        )
 
     def see(self, place: int, tensor: torch.Tensor) -> None:
         """Take the same samples of the replayed tensor (only for the places that were given)."""

@@ -8,6 +8,7 @@ region updates (BatchNorm) are put back, no gradient is computed.
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -86,7 +87,9 @@ def _next_sequence_number() -> int:
 
 def _forget_replaced(recorder: Recorder, module: nn.Module, before: list[tuple[str, torch.Tensor]]) -> None:
     """A name that the region itself gave to another tensor does not find the one that it had read."""
-    now = dict([*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)])
+    now = dict(
+        [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    )
     replaced = {name for name, tensor in before if now.get(name) is not tensor}
     for value in recorder.values:
         if value.parameter in replaced:
@@ -154,7 +157,10 @@ def entry_copies(args: tuple[Any, ...], kwargs: dict[str, Any], *, turn: bool = 
         # each other: only a storage with a single differentiable input goes through it as its own tensor.
         made = {id(tensor): copy(tensor) for tensor in anchored}
     with torch.enable_grad():
-        results = _Entry.apply(anchor, lambda: tuple(_own(made[id(t)]) for t in anchored)) if anchored else ()
+        results: Any = ()
+        if anchored:
+            make = functools.partial(tuple, [_own(made[id(tensor)]) for tensor in anchored])
+            results = _Entry.apply(anchor, make)  # type: ignore[no-untyped-call]
     replaced = {**plain, **{id(t): r for t, r in zip(anchored, results, strict=True)}}
     new_args, new_kwargs = map_tensors(lambda tensor: replaced[id(tensor)], (args, kwargs))
     return new_args, new_kwargs
@@ -305,28 +311,30 @@ class _Builder:
         return {(raw[v].storage, raw[v].dtype, raw[v].bits) for v in values if self.recorder.is_final(v)}
 
     def _free_values(self) -> set[int]:
-        """Parameters and buffers that can be looked up by name and are not written here, and views of them."""
+        """Parameters and buffers that are found by name and not written here, and views of them."""
         recorder = self.recorder
         free: set[int] = set()
         for index, raw in enumerate(recorder.values):  # a view comes after what it is a view of
             storage = recorder.storages[raw.storage]
             if storage.role is Role.PARAMETER and storage.epoch == 0:
                 producer = None if raw.producer is None else recorder.ops[raw.producer]
-                if raw.parameter or (producer is not None and producer.view and free.issuperset(producer.inputs)):
+                if raw.parameter or (
+                    producer is not None and producer.view and free.issuperset(producer.inputs)
+                ):
                     free.add(index)
         return free
 
     def _refuse_numbers_of_weights(self) -> None:
-        """A Python number that rests on weights (or on integers) is the same in both captures, but perhaps not
-        in the next step. What rests on float inputs or chance is found by the second capture; a bool can
+        """A Python number that rests on weights (or on integers) is the same in both captures, but perhaps
+        not in the next step. What rests on float inputs or chance is found by the second capture; a bool can
         only choose a branch, which shows in the autograd graph."""
         for op in self.recorder.ops:
             if op.overload is torch.ops.aten._local_scalar_dense.default:
                 (value,) = op.inputs
                 if self.recorder.values[value].dtype is not torch.bool and not self._varies(value):
                     raise CaptureError(
-                        f"it reads a number from the weights or from integers at {op.source or 'an unknown line'} "
-                        "(.item(), float(), int()), which may change from step to step"
+                        "it reads a number from the weights or from integers (.item(), float(), int()) at "
+                        f"{op.source or 'an unknown line'}, which may change from step to step"
                     )
 
     def _varies(self, value: int) -> bool:

@@ -10,7 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = [
     "Action", "Arg", "Const", "Entry", "Environment", "Kind", "Mode", "Op", "Phase", "Plan", "Profile",
@@ -305,8 +309,25 @@ class Environment:
     estimated: bool = False
 
 
+class Saveable:
+    """Saved as JSON with a schema version; a file of another kind or version is refused with a sentence."""
+
+    def save(self, path: str | Path) -> Path:
+        from remat.codec import to_json
+
+        path = Path(path)
+        path.write_text(to_json(self), encoding="utf-8")
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        from remat.codec import from_json
+
+        return from_json(cls, Path(path).read_text(encoding="utf-8"))
+
+
 @dataclass(frozen=True)
-class Profile:
+class Profile(Saveable):
     """Everything that planning needs to know about one training step."""
 
     model: str  # class name
@@ -325,7 +346,7 @@ class Profile:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Saveable):
     """One menu entry per region call, with what is predicted of it. `choices[i]` indexes the call's menu."""
 
     profile: Profile

@@ -270,9 +270,9 @@ def test_profile_tells_estimates_and_measurements_apart(options, sentence):
 
 
 def test_what_an_h200_measured():
-    """24 layers, hidden 2048, batch 4 x 4096, bf16, measured on an H200 with gradients resident: activations of
-    the untouched step peak at 43.6 GB, recomputing every layer takes 0.187 of that and 1.283 of the time, and
-    recipes at four budgets take the time below."""
+    """24 layers, hidden 2048, batch 4 x 4096, bf16, measured on an H200 with gradients resident: activations
+    of the untouched step peak at 43.6 GB, recomputing every layer takes 0.187 of that and 1.283 of the time,
+    and recipes at four budgets take the time below."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -300,6 +300,28 @@ def test_what_an_h200_measured():
     for share, slowdown in ((0.686, 1.033), (0.576, 1.057), (0.409, 1.118), (0.299, 1.156)):
         made = plan(profile, activations=share)
         assert made.predicted_seconds / made.plain_seconds == pytest.approx(slowdown, abs=0.03)
+
+
+class Router(nn.Module):
+    """Sends rows where their values say: how many, only values tell."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        chosen = (x[:, 0] > 0).nonzero().flatten()
+        return self.right(x).index_add(0, chosen, self.left(x[chosen]))
+
+
+def test_steps_that_depend_on_values_are_refused_with_the_line():
+    with pytest.raises(InputError, match=r"test_estimate\.py:\d+.*on the device"):
+        estimate_profile(
+            lambda: nn.Sequential(Router(), Router()),
+            lambda: torch.randn(4, 16),
+            "t4",
+            loss=lambda output, batch: output.sum(),
+        )
 
 
 SEVEN_BILLION = textwrap.dedent("""

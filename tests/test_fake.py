@@ -2,12 +2,14 @@
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 
 from models import ZOO
 from remat.run.rng import RandomState
 from remat.trace.capture import capture
+from remat.trace.fake import OpSeconds, build, faking, new_mode, without_memory
 from remat.trace.flops import flops_of
 
 
@@ -53,3 +55,101 @@ def test_attention_on_the_host_counts_its_flops():
         causal = seen["aten::_scaled_dot_product_flash_attention_for_cpu"]
     assert whole == 2 * (2 * 2 * 3 * 16 * 16 * 8)
     assert causal == whole // 2
+
+
+# ----------------------------------------------------------------------------------------- without memory
+
+
+def fake(tensor):
+    return isinstance(tensor, FakeTensor)
+
+
+def test_integers_stay_real_and_floats_do_not():
+    """Models read masks and positions in Python, and take another path when they may not."""
+    with faking(new_mode(), accelerator=False):
+        tokens = torch.randint(9, (2, 5))
+        mask = torch.ones(2, 5, dtype=torch.bool)
+        mask[0, 3:] = False
+        assert not fake(tokens)
+        assert not mask.all()
+        assert mask.nonzero().shape == (8, 2)
+        assert int(tokens.max()) < 9
+        assert torch.tensor([1.5, 2.5]).sum().item() == 4.0  # all there is of it is real
+        weights = torch.randn(9, 4)
+        assert fake(weights)
+        assert fake(nn.functional.embedding(tokens, weights))
+        assert fake(torch.empty(2**13, 2**13, dtype=torch.bool))  # too large to be real
+
+
+def test_integers_that_were_real_can_be_written():
+    with faking(new_mode(), accelerator=False):
+        positions = torch.arange(6)
+        positions += 2
+        positions[0] = 7
+        assert positions.tolist() == [7, 3, 4, 5, 6, 7]
+        far = torch.arange(10**4)
+        assert fake(far[:, None] * far[None])  # too large to be real
+
+
+def test_a_model_that_reads_values_while_it_is_built_is_built_on_meta():
+    def factory():
+        linear = nn.Linear(4, 4)
+        nn.init.trunc_normal_(linear.weight)  # draws again until all values are within bounds: asks for them
+        return linear
+
+    mode = new_mode()
+    model = build(factory, mode)
+    assert model.weight.is_meta
+    with without_memory(model, mode, torch.bfloat16):
+        assert fake(model.weight)
+        assert isinstance(model.weight, nn.Parameter)
+        assert (model.weight.device.type, model.weight.dtype) == ("cpu", torch.bfloat16)
+
+
+def test_parameters_come_back_after_an_error():
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    before = dict(model.state_dict(keep_vars=True))
+
+    def fail():
+        with without_memory(model, new_mode(), torch.float16):
+            assert all(map(fake, model.parameters()))
+            assert model[1].num_batches_tracked.dtype is torch.int64
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    after = model.state_dict(keep_vars=True)
+    assert all(after[name] is tensor for name, tensor in before.items())
+
+
+def test_seconds_are_the_longest_of_bytes_flops_and_start():
+    def seconds(run):
+        clock = OpSeconds(1e9, lambda dtype: {"float32": 1e6, "bfloat16": 1e9}[dtype], 1e-6)
+        with clock:
+            run()
+        return clock.seconds
+
+    a = torch.randn(64, 64)
+    half = a.bfloat16()
+    assert seconds(lambda: a @ a) == pytest.approx(2 * 64**3 / 1e6)
+    assert seconds(lambda: half @ half) == pytest.approx(2 * 64**3 / 1e9)
+    assert seconds(lambda: a + 1) == pytest.approx(2 * a.nbytes / 1e9)
+    assert seconds(lambda: a[0, :1] + 1) == pytest.approx(1e-6)  # shorter than its start
+    assert seconds(lambda: a.t()[1:]) == 0.0  # views are free
+
+
+def test_dropout_runs_on_an_accelerators_kernels_in_forward_and_backward():
+    with faking(new_mode(), accelerator=True) as kernels:
+        x = torch.randn(4, 4, requires_grad=True)
+
+        def block(x):
+            return nn.functional.dropout(x, 0.5)
+
+        y = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+        block(y).sum().backward()  # recomputes: the same kernels, or torch would say that they differ
+        assert x.grad.shape == (4, 4)
+        q = torch.randn(1, 2, 8, 4)
+        F.scaled_dot_product_attention(q, q, q)
+        assert not kernels.attention_drops
+        F.scaled_dot_product_attention(q, q, q, dropout_p=0.2)
+        assert kernels.attention_drops

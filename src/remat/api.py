@@ -60,7 +60,7 @@ def profile(
     """
     if device is not None:
         if step is not None or batch is None:
-            raise InputError("an estimate for a device needs a batch, or a function that makes it, and no step=")
+            raise InputError("an estimate needs a batch, or a function that makes it, and no step=")
         with showing("remat: estimating a step") as progress:
             return estimate_profile(
                 model, batch, device, loss=loss, optimizer=optimizer,  # type: ignore[arg-type]

@@ -18,13 +18,19 @@ running it: `remat.fit` on the device does that.
 from __future__ import annotations
 
 import difflib
+import os
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    unset_fake_temporarily,
+)
 
 from remat.check.bench import Bench, bench
 from remat.check.live import Meter
@@ -64,6 +70,7 @@ __all__ = ["OptimizerLike", "estimate_profile"]
 Progress = Callable[[str], None]
 OptimizerLike: TypeAlias = "str | Callable[..., torch.optim.Optimizer]"
 
+_LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(__file__))
 _LEVELS = 16  # shares of a region's saved bytes that a recipe is sought for
 _HOST = torch.device("cpu")  # where fake tensors live
 _ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
@@ -98,7 +105,25 @@ def estimate_profile(
         held = _optimizer_bytes(net, optimizer, target)
         with faking(mode, accelerator=target.type != "cpu") as kernels, untouched(net), quiet(net):
             job = _Estimate(net, _batch(batch), loss, target, kernels, progress)
-            return job.profile(held, accumulate is True or accumulate > 1)
+            try:
+                return job.profile(held, accumulate is True or accumulate > 1)
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                raise _reads_values(net, error) from error
+
+
+def _reads_values(model: nn.Module, error: Exception) -> InputError:
+    line = next(
+        (
+            f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"
+            for frame in reversed(traceback.extract_tb(error.__traceback__))
+            if not frame.filename.startswith(_LIBRARIES)
+        ),
+        "an unknown line",
+    )
+    return InputError(
+        f"what {type(model).__name__} computes depends on values, which an estimate does not have ({error} "
+        f"at {line}); run remat.profile on the device, without device="
+    )
 
 
 def _batch(batch: Any) -> Any:

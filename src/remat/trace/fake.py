@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from remat._torch_private import run_backward
 from remat.errors import InputError
 from remat.trace.flops import flops_of
-from remat.trees import tensors
+from remat.trees import map_tensors, tensors
 
 __all__ = ["AcceleratorKernels", "OpSeconds", "RealIntegers", "build", "faking", "new_mode", "without_memory"]
 
@@ -51,7 +51,7 @@ def faking(mode: FakeTensorMode, *, accelerator: bool) -> Iterator[AcceleratorKe
     kernels = AcceleratorKernels()
     with ExitStack() as stack:
         stack.enter_context(mode)
-        stack.enter_context(RealIntegers())  # type: ignore[no-untyped-call]
+        stack.enter_context(RealIntegers(mode))
         if accelerator:
             stack.enter_context(kernels)
         yield kernels
@@ -118,12 +118,16 @@ def without_memory(
 # ------------------------------------------------------------------------------------- what stays real
 
 
-class RealIntegers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class RealIntegers(TorchDispatchMode):
     """Operations that read no fake tensor run for real, unless they would make floats out of nothing.
 
     Token ids, positions and masks are small beside activations, and the model's Python asks what is in them.
-    To be entered inside a FakeTensorMode that allows real inputs.
+    To be entered inside of `mode`, which must allow real inputs.
     """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._mode = mode
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -132,16 +136,21 @@ class RealIntegers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = tensors((args, kwargs))
         if any(isinstance(tensor, FakeTensor) for tensor in given):
             return func(*args, **kwargs)
-        if _asks(func):
-            with unset_fake_temporarily():
-                return func(*args, **kwargs)
-        fake = func(*args, **kwargs)
+        if func._schema.is_mutable or _asks(func):
+            return _really(func, args, kwargs)
+        # Tried on fakes first: it may be large. Converted by hand, because the mode computes some for real.
+        fake_args, fake_kwargs = map_tensors(self._mode.from_tensor, (args, kwargs))
+        fake = func(*fake_args, **fake_kwargs)
         made = tensors(fake)
         small = all(tensor.numel() <= _REAL_ELEMENTS for tensor in made)
         if small and (given or not any(t.is_floating_point() or t.is_complex() for t in made)):
-            with unset_fake_temporarily():
-                return func(*args, **kwargs)
+            return _really(func, args, kwargs)
         return fake
+
+
+def _really(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with unset_fake_temporarily():
+        return func(*args, **kwargs)
 
 
 def _asks(func: Any) -> bool:

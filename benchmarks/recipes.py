@@ -29,7 +29,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import remat
 from remat.check.live import Meter
+from remat.check.untouched import untouched
 from remat.codec import to_json
+from remat.planner.menu import recipes
+from remat.trace.discover import find_blocks
+from remat.trace.survey import survey
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -170,6 +174,15 @@ def workload(name: str, rounds: int, out: str | None) -> dict[str, Any]:
     with torch.no_grad():
         model(**batch)
     begin = time.perf_counter()
+    with untouched(model):
+        found = survey(model, find_blocks(model), lambda: model(**batch).loss, lambda doing: None)
+    captured = time.perf_counter() - begin
+    begin = time.perf_counter()
+    menu = recipes(found.species[0].graph, levels=[level / 16 for level in range(16, 0, -1)])
+    solved = time.perf_counter() - begin
+    print(f"{name}: captured in {captured:.2f} s ({len(found.species)} distinct), {len(menu)} recipes in {solved:.2f} s")
+    del found
+    begin = time.perf_counter()
     profile = remat.profile(model, batch, accumulate=True)
     seconds = time.perf_counter() - begin
     print(f"{name}: profile {seconds:.1f} s, {len(profile.kinds)} kinds, notes {profile.notes}", flush=True)
@@ -222,7 +235,13 @@ def workload(name: str, rounds: int, out: str | None) -> dict[str, Any]:
         parameter.grad = None
     verification = remat.verify(model, batch, plans[first])
     print(f"{name}: {verification}", flush=True)
-    return {"rows": rows, "profile_seconds": seconds, "verification": str(verification)}
+    return {
+        "rows": rows,
+        "capture_seconds": captured,
+        "menu_seconds": solved,
+        "profile_seconds": seconds,
+        "verification": str(verification),
+    }
 
 
 @contextmanager

@@ -42,6 +42,7 @@ _FAST: dict[str, Callable[..., Any]] = {
     "aten.mean.dim": torch.mean,
     "aten.mm.default": torch.mm,
     "aten.mul.Tensor": torch.mul,
+    "aten.mul.out": torch.mul,
     "aten.native_layer_norm.default": torch.native_layer_norm,
     "aten.neg.default": torch.neg,
     "aten.pow.Tensor_Scalar": torch.pow,

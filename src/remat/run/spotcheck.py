@@ -100,7 +100,10 @@ class SpotCheck:
             _expect(self, backward)
         self._found[place] = self._sample(place, tensor).clone()
         if self._checksums is not None:
-            self._wrong.append((place, _checksum(tensor) != self._checksums[place]))
+            differs = _checksum(tensor) != self._checksums[place]
+            if tensor.is_floating_point():
+                differs &= ~tensor.isnan().any()  # whose bits are the device's own
+            self._wrong.append((place, differs))
 
     def samples(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """(what was expected, what was found in pieces), of the tensors that were replayed."""
@@ -126,9 +129,15 @@ class SpotCheck:
         for place, piece in zip((p for p in self._places if p in self._found), found, strict=True):
             part = expected[start : start + piece.numel()]
             start += piece.numel()
-            if bool((bits(part) != bits(piece.to(part.dtype))).any()):
+            if bool(_unequal(part, piece.to(part.dtype)).any()):
                 wrong.append(place)
         return self._report(max(wrong)) if wrong else None
+
+
+def _unequal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Differ in any bit; all NaNs count as one."""
+    differs = bits(a) != bits(b)
+    return differs & ~(a.isnan() & b.isnan()) if a.is_floating_point() else differs
 
 
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
@@ -191,6 +200,6 @@ def _differences(checks: list[SpotCheck]) -> list[torch.Tensor]:
         for flag in check.flags():
             flags.setdefault(flag.device, []).append(flag)
     for ours, theirs in groups.values():
-        flag = (bits(torch.cat(ours)) != bits(torch.cat(theirs))).any()
+        flag = _unequal(torch.cat(ours), torch.cat(theirs)).any()
         flags.setdefault(flag.device, []).append(flag)
     return [torch.stack(found).any() for found in flags.values()]

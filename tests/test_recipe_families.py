@@ -119,9 +119,9 @@ def whisper() -> Case:
 
     config = WhisperConfig(
         vocab_size=64, num_mel_bins=8, d_model=16, encoder_layers=2, decoder_layers=2,
-        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, max_source_positions=12,
-        max_target_positions=16, dropout=0.1, attention_dropout=0.1, activation_dropout=0.1,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32,
+        max_source_positions=12, max_target_positions=16, dropout=0.1, attention_dropout=0.1,
+        activation_dropout=0.1, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
     )  # fmt: skip
     batch = {"input_features": torch.randn(2, 8, 24), "labels": _tokens(shape=(2, 6))}
     return Case(WhisperForConditionalGeneration(config), batch, own_loss)

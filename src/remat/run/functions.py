@@ -6,6 +6,8 @@ the unit that should be planned. The name does: a plan finds the function by it.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,11 +41,42 @@ def region(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if (_installed or _visitors) and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             around, model = _around(name)
-            if around is not None and model is not None and not in_jit_trace():
+            if around is not None and model is not None and not in_jit_trace() and _belongs(fn, args, model):
                 return around(model, fn, args, kwargs)
         return fn(*args, **kwargs)
 
     return run
+
+
+# The modules of a planned model; a set of weak references, made again where one is missing.
+_members: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
+
+
+def _belongs(fn: Callable[..., Any], args: tuple[Any, ...], model: nn.Module) -> bool:
+    """Names are shared by all models of a class, and by copies: only the planned one's functions are planned.
+
+    Where no module stands behind the function, nothing speaks against it.
+    """
+    behind = [thing for thing in (*_behind(fn), *args) if isinstance(thing, nn.Module)]
+    known = _members.get(model)
+    if known is not None and all(module in known for module in behind):
+        return True
+    known = _members[model] = weakref.WeakSet(model.modules())
+    return all(module in known for module in behind)
+
+
+def _behind(fn: Any) -> list[Any]:
+    """What a function is bound to, was given beforehand or closes over."""
+    if isinstance(fn, functools.partial):
+        return [*_behind(fn.func), *fn.args, *fn.keywords.values()]
+    found = [fn, getattr(fn, "__self__", None)]
+    for cell in getattr(fn, "__closure__", None) or ():
+        try:
+            content = cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+        found += _behind(content) if inspect.isroutine(content) and content is not fn else [content]
+    return found
 
 
 def _around(name: str) -> tuple[Around | None, nn.Module | None]:

@@ -22,7 +22,7 @@ from torch import nn
 from remat._torch_private import active_saved_tensors_hooks, in_functorch
 from remat.errors import RecomputeError
 from remat.records import Mode
-from remat.run.checkpoint import Options, run_checkpointed
+from remat.run.checkpoint import Options, needs_gradients, run_checkpointed
 from remat.run.recipe import Program, Slot
 from remat.run.replay import replaying
 from remat.run.same import same_bits
@@ -30,7 +30,7 @@ from remat.run.spotcheck import SpotCheck
 from remat.run.wrap import RegionStatus
 from remat.trees import describe_call, tensors
 
-__all__ = ["PlannedRegion", "Variant", "region"]
+__all__ = ["PlannedRegion", "Variant"]
 
 _FALLBACKS_BEFORE_FULL = 3  # mismatches after which a region recomputes as a whole
 
@@ -119,8 +119,8 @@ def unpack(holder: Holder) -> torch.Tensor:
     for number in slot.needs:
         if sources[number]._version != frame.versions[number]:
             raise RecomputeError(
-                f"region {frame.name}: {frame.program.kept[number]}, from which {slot.label} ({slot.source}) is "
-                f"rebuilt, was modified in place after the forward pass (version {sources[number]._version}, "
+                f"region {frame.name}: {frame.program.kept[number]}, from which {slot.label} ({slot.source}) "
+                f"is rebuilt, was modified in place after the forward pass (version {sources[number]._version}, "
                 f"expected {frame.versions[number]}); clone it before writing to it"
             )
     if torch.is_grad_enabled() or torch.is_autocast_enabled(frame.device_type):
@@ -181,6 +181,32 @@ class ModuleTap:
 # -------------------------------------------------------------------------------------------- the region
 
 
+class Owners:
+    """The dictionaries that hold some parameters and buffers, with their names there."""
+
+    __slots__ = ("_edges", "tables")
+
+    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
+        self.tables: list[tuple[dict[str, Any], str]] = []
+        edges: dict[str, tuple[dict[str, Any], str, nn.Module]] = {}
+        for full in names:
+            *path, name = full.split(".")
+            owner = module
+            for depth, step in enumerate(path):
+                child = owner.get_submodule(step)
+                edges[".".join(path[: depth + 1])] = (owner._modules, step, child)
+                owner = child
+            self.tables.append((owner._parameters if name in owner._parameters else owner._buffers, name))
+        self._edges = tuple(edges.values())
+
+    def in_place(self) -> bool:
+        """Nobody has put another submodule in the place of one of these."""
+        for modules, name, child in self._edges:  # noqa: SIM110 (a loop is faster than all())
+            if modules.get(name) is not child:
+                return False
+        return True
+
+
 @dataclass
 class PlannedRegion:
     """Runs one region as planned (an `Around`): one variant per input signature, full recompute for others.
@@ -197,7 +223,7 @@ class PlannedRegion:
     turns: int = 0  # steps of a whole rotation; 0: no checksums
     counts: Counts = field(default_factory=Counts)
     known: dict[Any, Variant] = field(default_factory=dict)  # by the signature itself
-    owners: dict[int, list[tuple[dict[str, Any], str]]] = field(default_factory=dict)
+    owners: dict[int, Owners] = field(default_factory=dict)
     owner: str = "remat.apply"
 
     def __deepcopy__(self, memo: Any) -> PlannedRegion:
@@ -218,7 +244,7 @@ class PlannedRegion:
             counts.steps += 1
         counts.calls += 1
         key, inputs = describe_call(args, kwargs, module.training)
-        variant = self.known.get(key) or self._variant(key)
+        variant = self.known.get(key) or self._variant(key, module, inputs)
         if variant.mode is Mode.KEEP or in_functorch():
             return forward(*args, **kwargs)
         if variant.program is None:
@@ -229,10 +255,12 @@ class PlannedRegion:
             return forward(*args, **kwargs)
         return self._run_recipe(variant.program, module, forward, args, kwargs, inputs)
 
-    def _variant(self, key: tuple[Any, ...]) -> Variant:
+    def _variant(self, key: tuple[Any, ...], module: nn.Module, inputs: list[torch.Tensor]) -> Variant:
         """The variant of a signature that is seen for the first time."""
         variant = self.variants.get(repr(key))
         if variant is None:
+            if not needs_gradients(inputs, (module,)):
+                return Variant(Mode.KEEP)  # not remembered: parameters may be trained later
             self._fall_back("an input signature that was not planned")
             variant = Variant(Mode.FULL)
         self.known[key] = variant
@@ -312,11 +340,11 @@ class PlannedRegion:
         return self._shadow(holders) if self.shadow else ""
 
     def _parameters(self, program: Program, module: nn.Module) -> list[Any]:
-        """Looked up at every call: FSDP swaps them, functional_call replaces them. Only where is remembered."""
+        """Looked up at every call: FSDP swaps them, functional_call replaces them. Where is remembered."""
         owners = self.owners.get(id(program))
-        if owners is None:
-            owners = self.owners[id(program)] = [_owner(module, name) for name in program.parameters]
-        return [tensors[name] for tensors, name in owners]
+        if owners is None or not owners.in_place():
+            owners = self.owners[id(program)] = Owners(module, program.parameters)
+        return [tensors[name] for tensors, name in owners.tables]
 
     def _spot_check(self, program: Program, holders: list[Holder]) -> SpotCheck:
         number = self.counts.calls
@@ -334,9 +362,9 @@ class PlannedRegion:
             slot = program.slots[place]
             self.switch_off(f"replay of {slot.label} differed")
             return (
-                f"region {self.name}: the replay of {slot.label}, made at {slot.source or 'an unknown line'}, "
-                f"differs from what forward computed; a Python number in the region has changed since it was "
-                f"captured, or memory was written behind autograd's back."
+                f"region {self.name}: the replay of {slot.label}, made at "
+                f"{slot.source or 'an unknown line'}, differs from what forward computed; a Python number in the "
+                "region has changed since it was captured, or memory was written behind autograd's back."
             )
 
         return sentence
@@ -385,8 +413,3 @@ class PlannedRegion:
         )
 
 
-def _owner(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
-    """The dictionary that holds this parameter or buffer, and its name there."""
-    path, _, name = name.rpartition(".")
-    submodule = module.get_submodule(path)
-    return (submodule._parameters if name in submodule._parameters else submodule._buffers), name

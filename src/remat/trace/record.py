@@ -165,7 +165,8 @@ class Recorder(TorchDispatchMode):
         value = self._index.get(key)
         if value is None:
             value = self._index[key] = len(self.values)
-            self.values.append(RawValue(*key, producer))
+            self.values.append(RawValue(*key))
+            self.values[value].producer = producer
             if self._hold:
                 self.tensors.append(tensor)
         return value

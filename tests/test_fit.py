@@ -357,3 +357,31 @@ def test_the_report_tells_what_was_decided(tmp_path: Any) -> None:
     assert handle.report().save(tmp_path / "fit.json").exists()
     with pytest.raises(remat.InputError, match="json"):
         handle.report().save(tmp_path / "fit.pdf")
+
+
+def test_a_large_vocabulary_fits_by_chunking_the_head() -> None:
+    """The logits are most of the peak: recompute alone cannot reach what chunking can."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=176, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=4096,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    ids = torch.randint(0, 4096, (8, 64))
+    given = Case(LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": ids}, own_loss)
+    expected = step(given, copy.deepcopy(given.model))
+    with pytest.raises(remat.BudgetError):
+        remat.fit(given.model, given.batch, activations=0.4)
+    handle = remat.fit(given.model, given.batch, activations=0.4, allow=["keep", "recompute", "chunk"])
+    assert handle.plan.profile.chunked
+    assert "in chunks" in str(handle.report())
+    assert counted_peak(given) <= handle.plan.budget_bytes
+    for parameter in given.model.parameters():
+        parameter.grad = None
+    found = step(given, given.model)
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-7)
+    handle.remove()
+    assert not [module for module in given.model.modules() if "forward" in module.__dict__]

@@ -32,6 +32,7 @@ __all__ = ["Handle", "apply", "fit", "plan", "profile", "verify"]
 Step = Callable[[], torch.Tensor]
 _MARGIN = 0.005  # added to the least budget: what a plan peaks above its prediction
 _LACKING = 0.05  # of the budget, taken off when the device runs out of memory within it
+_SLACK = 0.03  # of the budget left unused, from which on a looser plan is tried
 _TRIES = 4  # plans that are measured before fit gives up on meeting a budget
 _ACTIONS = (Action.KEEP, Action.RECOMPUTE)
 
@@ -44,6 +45,7 @@ def profile(
     step: Step | None = None,
     optimizer: torch.optim.Optimizer | OptimizerLike | None = None,
     accumulate: bool | int = False,
+    allow: Sequence[Action | str] = _ACTIONS,
     device: str | Device | None = None,
     dtype: torch.dtype | None = None,
 ) -> Profile:
@@ -52,7 +54,8 @@ def profile(
     `batch`: a dict is keyword arguments, a tuple or list positional ones, a tensor the only one. `loss` takes
     (output, batch); by default it is output.loss, or the output itself if it is a scalar. Or `step`: a
     callable that runs forward and returns the loss. With `optimizer` its state and its own step count, and
-    with `accumulate` (True, or the number of micro-steps) gradients are resident when a step starts.
+    with `accumulate` (True, or the number of micro-steps) gradients are resident when a step starts. With
+    "chunk" in `allow` the step is measured with its head and loss in chunks, too.
 
     With `device` ("h100-80gb", or a remat.devices.Device) nothing is measured: the step is estimated for that
     device without having it, and without memory for weights. Then `model` and `batch` may be functions that
@@ -74,7 +77,7 @@ def profile(
         raise InputError(
             f"model is a {type(model).__name__}; pass an nn.Module (a function that makes one needs device=)"
         )
-    request = _request(model, batch, loss, step, optimizer, accumulate)
+    request = _request(model, batch, loss, step, optimizer, accumulate, _actions(allow))
     with showing(f"remat: profiling {type(model).__name__}") as progress:
         return build_profile(request, progress)
 
@@ -109,9 +112,12 @@ def fit(
     `budget`: bytes, "16GiB", "16GB" or "80%" of the device, over the whole step; or `activations`: a share of
     the step's own activation peak. Raises BudgetError (with `.needed` bytes) and leaves the model untouched if
     that is out of reach.
+
+    `allow`: "keep" and "recompute" give the same gradients to the bit. "chunk" computes head and loss in chunks,
+    so that the logits never exist as a whole: equal within rounding.
     """
-    request = _request(model, batch, loss, step, optimizer, accumulate)
     allowed = _actions(allow)
+    request = _request(model, batch, loss, step, optimizer, accumulate, allowed)
     _check_budget_arguments(budget, activations)
     _parse_early(model, budget)
     with showing(f"remat: fitting {type(model).__name__}") as progress:
@@ -151,6 +157,7 @@ def _request(
     step: Step | None,
     optimizer: torch.optim.Optimizer | None,
     accumulate: bool | int,
+    allow: tuple[Action, ...] = _ACTIONS,
 ) -> Request:
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; pass an nn.Module")
@@ -175,6 +182,7 @@ def _request(
         batch_bytes=sum(t.untyped_storage().nbytes() for t in given),
         optimizer=optimizer,
         accumulate=seen or (accumulate is True) or (not isinstance(accumulate, bool) and accumulate > 1),
+        chunk=Action.CHUNK in allow,
     )
 
 
@@ -221,31 +229,49 @@ def _fitted(
     check: bool,
     progress: Callable[[str], None],
 ) -> Handle:
-    """Plan, run the plan, and tighten until the measured peak is within the budget and every replay is right."""
-    over = 0
+    """Plan, run the plan, and plan again by what it showed: tighter until its measured peak is within the budget,
+    or once looser where the prediction was too high."""
+    over, good = 0, None
     for _ in range(_TRIES):
-        made = _plan_below(found, budget_bytes, over, allowed)
-        handle = apply(request.model, made, check=check)
         try:
-            progress("running the plan once")
-            over = _measured_excess(request, handle, over)
-            if made.predicted_peak_bytes + over <= budget_bytes:
-                handle.plan = replace(made, predicted_peak_bytes=made.predicted_peak_bytes + over)
-                progress("verifying region by region")
-                names = _with_room_to_compare(handle.plan)
-                handle.verification = verify_regions(request.model, request.run, handle.regions, names)
-                if handle.verification.ok:
-                    return handle
-                found = _without_recipes(found, handle)
-                over = 0
-        except BaseException:
-            handle.remove()
-            raise
+            made = _plan_below(found, budget_bytes, over, allowed)
+        except BudgetError:
+            if good is None:
+                raise
+            break
+        progress("running the plan once")
+        with apply(request.model, made, check=check) as handle:
+            excess = _measured_excess(request, handle, over)
+            measured = handle.measured
+        peak = made.predicted_peak_bytes + excess
+        if peak > budget_bytes:
+            if good is not None:
+                break
+            over = excess
+            continue
+        looser = good is None and excess < 0 and peak < (1 - _SLACK) * budget_bytes and any(made.choices)
+        good = (replace(made, predicted_peak_bytes=peak), measured)
+        if not looser:
+            break
+        over = excess
+    if good is None:
+        raise RematError(
+            f"no plan was found whose measured peak is within {format_bytes(budget_bytes)} after {_TRIES} tries; "
+            f"the last one peaked {format_bytes(over)} above its prediction: raise the budget by that much"
+        )
+    handle = apply(request.model, good[0], check=check)
+    handle.measured = good[1]
+    try:
+        progress("verifying region by region")
+        names = _with_room_to_compare(handle.plan)
+        handle.verification = verify_regions(request.model, request.run, handle.regions, names)
+    except BaseException:
         handle.remove()
-    raise RematError(
-        f"no plan was found whose measured peak is within {format_bytes(budget_bytes)} after {_TRIES} tries; the "
-        f"last one peaked {format_bytes(over)} above its prediction: raise the budget by that much"
-    )
+        raise
+    if handle.verification.ok:
+        return handle
+    handle.remove()
+    return _fitted(request, _without_recipes(found, handle), budget_bytes, allowed, check, progress)
 
 
 def _plan_below(found: Profile, budget_bytes: int, over: int, allowed: tuple[Action, ...]) -> Plan:

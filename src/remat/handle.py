@@ -30,7 +30,8 @@ def apply(model: nn.Module, plan: Plan, *, check: bool = True) -> Handle:
     """
     _refuse_stranger(model, plan)
     regions = _regions(plan, check)
-    return Handle(model, plan, install(model, regions))
+    head = plan.profile.head.head if plan.profile.chunked and plan.profile.head is not None else None
+    return Handle(model, plan, install(model, regions, head=head))
 
 
 class Handle:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from remat.planner.menu import recipes
 from remat.records import (
     Entry,
     Environment,
+    HeadChunks,
     Kind,
     Mode,
     Profile,
@@ -32,8 +33,10 @@ from remat.records import (
     RegionCall,
     RegionGraph,
     Role,
+    Segment,
     StepBytes,
 )
+from remat.run.chunk import chunk_head, find_head
 from remat.run.checkpoint import Options, run_checkpointed
 from remat.run.install import installed_region
 from remat.run.quiet import quiet
@@ -70,6 +73,7 @@ class Request:
     batch_bytes: int
     optimizer: torch.optim.Optimizer | None = None
     accumulate: bool = False
+    chunk: bool = False  # measure the step with head and loss in chunks, too
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -100,16 +104,13 @@ def build_profile(request: Request, progress: Progress) -> Profile:
                 'with remat.region("name", fn)'
             )
         release_cached(device)
-        progress("timing a step")
-        _frugal_step(model, blocks, request.run)
-        seconds = min(_frugal_step(model, blocks, request.run) for _ in range(2))
         progress("measuring a step")
-        for parameter in model.parameters():
-            parameter.grad = None
-        with Meter(device) as meter:
-            segments = timeline(model, blocks, request.run, meter)
+        segments, seconds = _whole_step(request, blocks, device)
+        chunks = _chunked_step(request, blocks, device, progress) if request.chunk else None
     calls = tuple(region_call(sighting) for sighting in found.sightings)
     extra = sum(kinds[c.kind].menu[kinds[c.kind].reference].extra_seconds for c in calls)
+    if chunks is not None:
+        chunks = replace(chunks, step_seconds=_without(extra, chunks.step_seconds))
     return Profile(
         model=type(model).__name__,
         fingerprint=fingerprint(model),
@@ -120,10 +121,43 @@ def build_profile(request: Request, progress: Progress) -> Profile:
         calls=calls,
         boundary_bytes=tuple(found.boundary_bytes),
         segments=segments,
-        step_seconds=max(seconds - extra, seconds / 2),  # recomputing all takes a third; timings are noisy
+        step_seconds=_without(extra, seconds),
         accumulate=request.accumulate,
         notes=survey_notes(found),
+        head=chunks,
     )
+
+
+def _without(extra: float, seconds: float) -> float:
+    """The plain step's seconds from the frugal one's. Recomputing all takes about a third; timings are noisy."""
+    return max(seconds - extra, seconds / 2)
+
+
+def _whole_step(
+    request: Request, blocks: Sequence[Block], device: torch.device
+) -> tuple[tuple[Segment, ...], float]:
+    """Timeline and seconds of the step with every region recomputed as a whole."""
+    _frugal_step(request.model, blocks, request.run)
+    seconds = min(_frugal_step(request.model, blocks, request.run) for _ in range(2))
+    for parameter in request.model.parameters():
+        parameter.grad = None
+    with Meter(device) as meter:
+        return timeline(request.model, blocks, request.run, meter), seconds
+
+
+def _chunked_step(
+    request: Request, blocks: Sequence[Block], device: torch.device, progress: Progress
+) -> HeadChunks | None:
+    """The same with the head in chunks; None if there is no head, or it did not come to that."""
+    found = find_head(request.model)
+    if found is None:
+        return None
+    progress("measuring a step with head and loss in chunks")
+    with chunk_head(request.model, head=found[0]) as handle:
+        segments, seconds = _whole_step(request, blocks, device)
+        if not handle.counts.losses or handle.counts.materialised:
+            return None
+    return HeadChunks(found[0], segments, seconds)
 
 
 def _frugal_step(model: nn.Module, blocks: Sequence[Block], run: Callable[[], torch.Tensor]) -> float:

@@ -11,13 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from typing import TypeAlias, TypeVar
 
 __all__ = [
-    "Action", "Arg", "Const", "Entry", "Environment", "Kind", "Mode", "Op", "Phase", "Plan", "Profile",
+    "Action", "Arg", "Const", "Entry", "Environment", "HeadChunks", "Kind", "Mode", "Op", "Phase", "Plan", "Profile",
     "Recipe", "Ref", "RegionCall", "RegionGraph", "Role", "Saved", "Segment", "Source", "StepBytes", "Storage",
     "Value",
 ]  # fmt: skip
@@ -309,6 +306,19 @@ class Environment:
     estimated: bool = False
 
 
+@dataclass(frozen=True)
+class HeadChunks:
+    """The same step measured with the head and its loss in chunks: what then takes the place of the profile's
+    own segments and seconds. Gradients are equal within rounding, not to the bit."""
+
+    head: str  # name of the head module
+    segments: tuple[Segment, ...]
+    step_seconds: float
+
+
+_Record = TypeVar("_Record", bound="Saveable")
+
+
 class Saveable:
     """Saved as JSON with a schema version; a file of another kind or version is refused with a sentence."""
 
@@ -320,7 +330,7 @@ class Saveable:
         return path
 
     @classmethod
-    def load(cls, path: str | Path) -> Self:
+    def load(cls: type[_Record], path: str | Path) -> _Record:
         from remat.codec import from_json
 
         return from_json(cls, Path(path).read_text(encoding="utf-8"))
@@ -342,6 +352,8 @@ class Profile(Saveable):
     step_seconds: float  # of the step with every region untouched (predicted where it cannot run)
     accumulate: bool = False  # gradients are resident when the step starts
     notes: tuple[str, ...] = ()
+    head: HeadChunks | None = None  # measured only if Action.CHUNK is allowed
+    chunked: bool = False  # segments and seconds are those of `head`
     schema: int = SCHEMA_VERSION
 
 

@@ -6,6 +6,7 @@ The solver proposes, the simulator disposes: what is found is replayed by `simul
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from remat.errors import BudgetError, RematError
 from remat.planner.bounds import DEFAULT_ALLOW, entries, least_choices
@@ -15,7 +16,7 @@ from remat.planner.simulate import Timeline, simulate
 from remat.records import Action, Mode, Plan, Profile
 from remat.units import format_bytes, format_seconds
 
-__all__ = ["keep_everything", "make_plan", "schedule"]
+__all__ = ["keep_everything", "make_plan", "schedule", "with_chunks"]
 
 
 def schedule(
@@ -27,14 +28,41 @@ def schedule(
 ) -> Plan:
     """The fastest plan whose simulated peak is within the budget.
 
-    A budget that holds the untouched step gives exactly that. Raises BudgetError, with the least budget that
+    With Action.CHUNK, and a profile that measured it, head and loss run in chunks where that is faster. A budget that holds the untouched step gives exactly that. Raises BudgetError, with the least budget that
     works in `.needed`, if there is no plan, or none that takes at most `max_seconds`.
     """
     allowed = tuple(dict.fromkeys(allow))
-    plan = _fastest(profile, budget_bytes, allowed)
+    plan = _best_head(profile, budget_bytes, allowed)
     if max_seconds is not None and plan.predicted_seconds > max_seconds:
         raise _too_slow(plan, max_seconds)
     return plan
+
+
+def with_chunks(profile: Profile) -> Profile | None:
+    """The profile of the step with head and loss in chunks, if that was measured."""
+    if profile.head is None or profile.chunked:
+        return None
+    return replace(
+        profile, segments=profile.head.segments, step_seconds=profile.head.step_seconds, chunked=True
+    )
+
+
+def _best_head(profile: Profile, budget_bytes: int, allow: tuple[Action, ...]) -> Plan:
+    """Plan with the head as it is and in chunks; the faster one, or whichever fits."""
+    chunks = with_chunks(profile) if Action.CHUNK in allow else None
+    if chunks is None:
+        return _fastest(profile, budget_bytes, allow)
+    plain = simulate(profile, keep_everything(profile))
+    plans, errors = [], []
+    for candidate in (profile, chunks):
+        try:
+            plans.append(_fastest(candidate, budget_bytes, allow))
+        except BudgetError as error:
+            errors.append(error)
+    if not plans:
+        raise min(errors, key=lambda error: error.needed)
+    best = min(plans, key=lambda plan: plan.predicted_seconds)
+    return replace(best, plain_peak_bytes=plain.peak_bytes, plain_seconds=plain.seconds)
 
 
 def keep_everything(profile: Profile) -> tuple[int, ...]:

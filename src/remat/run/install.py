@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from remat.run.chunk import chunk_head
 from remat.run.functions import install_function, remove_function
 from remat.run.quiet import quiet
 from remat.run.region import ModuleTap, PlannedRegion
@@ -39,11 +40,15 @@ class Installation:
         self._undo.close()
 
 
-def install(model: nn.Module, regions: Sequence[PlannedRegion]) -> Installation:
-    """Put these regions on the model; on an error nothing stays behind."""
+def install(
+    model: nn.Module, regions: Sequence[PlannedRegion], *, head: str | None = None
+) -> Installation:
+    """Put these regions on the model, and the head of that name in chunks; on an error nothing stays behind."""
     installation = Installation()
     try:
         installation.enter(quiet(model))
+        if head is not None:
+            installation.enter(chunk_head(model, head=head))
         modules = dict(model.named_modules())
         for planned in regions:
             if planned.name in modules and planned.tower != "functions":

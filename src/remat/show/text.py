@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ class Report:
             _line(
                 "slowdown",
                 f"{plan.predicted_seconds / plan.plain_seconds:.3f}x" if plan.plain_seconds else "unknown",
-                f"+{format_seconds(plan.predicted_seconds - plan.plain_seconds)} of recomputation per step, predicted",
+                f"{format_seconds(plan.predicted_seconds - plan.plain_seconds)} more per step, predicted",
             ),
             _line("gradients", str(self.verification) if self.verification else "not verified", ""),
             "",
@@ -56,9 +57,16 @@ class Report:
             _sparkline(timeline),
             "",
             *self._region_lines(),
-            *(f"note: {note}" for note in (*plan.profile.notes, *plan.notes)),
+            *(f"note: {note}" for note in self._notes()),
         ]
         return "\n".join(lines)
+
+    def _notes(self) -> list[str]:
+        head = self.plan.profile.head
+        chunks = []
+        if self.plan.profile.chunked and head is not None:
+            chunks = [f"{head.head} and the loss run in chunks: gradients equal within rounding, not to the bit"]
+        return [*chunks, *self.plan.profile.notes, *self.plan.notes]
 
     def _measured_lines(self) -> list[str]:
         if self.measured is None:
@@ -110,7 +118,7 @@ class Report:
                 for i, call in enumerate(plan.profile.calls)
             ],
             "status": [row.as_dict() for row in self.rows],
-            "notes": [*plan.profile.notes, *plan.notes],
+            "notes": self._notes(),
         }
 
     def save(self, path: str | Path) -> Path:
@@ -142,13 +150,8 @@ def _sparkline(timeline: Timeline) -> str:
     peaks = [point.peak_bytes for point in timeline.points]
     if not peaks:
         return ""
-    low, high = min(p.start_bytes for p in timeline.points), max(peaks)
-    wide = [
-        max(
-            peaks[
-                len(peaks) * i // _WIDTH : max(len(peaks) * (i + 1) // _WIDTH, len(peaks) * i // _WIDTH + 1)
-            ]
-        )
-        for i in range(min(_WIDTH, len(peaks)))
-    ]
-    return "".join(_BARS[round((p - low) / max(high - low, 1) * (len(_BARS) - 1))] for p in wide)
+    low, high = min(point.start_bytes for point in timeline.points), max(peaks)
+    columns = min(_WIDTH, len(peaks))
+    starts = [len(peaks) * column // columns for column in range(columns + 1)]
+    heights = [max(peaks[a:b]) for a, b in pairwise(starts)]
+    return "".join(_BARS[round((height - low) / max(high - low, 1) * (len(_BARS) - 1))] for height in heights)

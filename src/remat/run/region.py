@@ -11,11 +11,13 @@ forwards before a backward, retain_graph, a forward that is never backwarded and
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
@@ -181,6 +183,44 @@ class ModuleTap:
 # -------------------------------------------------------------------------------------------- the region
 
 
+class SameChance:
+    """A forward that draws the same from Python's and numpy's generators when it runs again."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = forward
+        self._runs = 0
+        self._entry: tuple[Any, Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._runs += 1
+        if self._runs > 1 and self._entry is None:  # it did not draw
+            return self._forward(*args, **kwargs)
+        before = _generators()
+        if self._entry is not None:
+            _set_generators(self._entry)
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            if self._entry is not None:
+                _set_generators(before)
+            elif not _same_generators(before, _generators()):
+                self._entry = before
+
+
+def _generators() -> tuple[Any, Any]:
+    return random.getstate(), numpy.random.get_state()
+
+
+def _set_generators(state: tuple[Any, Any]) -> None:
+    random.setstate(state[0])
+    numpy.random.set_state(state[1])
+
+
+def _same_generators(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
+    same = a[0] == b[0] and a[1][2:] == b[1][2:]
+    return same and bool(numpy.array_equal(a[1][1], b[1][1]))
+
+
 class Owners:
     """The dictionaries that hold some parameters and buffers, with their names there."""
 
@@ -248,8 +288,10 @@ class PlannedRegion:
         if variant.mode is Mode.KEEP or in_functorch():
             return forward(*args, **kwargs)
         if variant.program is None:
-            owners = () if self.tower == "functions" else (module,)
-            return run_checkpointed(forward, args, kwargs, Options(name=self.name), owners)
+            options = Options(name=self.name)
+            if self.tower == "functions":  # what stands behind a function is found by looking into it
+                return run_checkpointed(forward, args, kwargs, options)
+            return run_checkpointed(SameChance(forward), args, kwargs, options, (module,))
         if active_saved_tensors_hooks() is not None:
             self._fall_back("another saved-tensor hook is active (an outer checkpoint, save_on_cpu)")
             return forward(*args, **kwargs)

@@ -25,9 +25,8 @@ __all__ = ["SAMPLES", "Grid", "SpotCheck", "sample_grid"]
 SAMPLES = 16  # elements of each tensor
 _BACKWARDS_REMEMBERED = 16  # backwards that raised never read their checks; only so many are held
 
-Grid = tuple[
-    int, int, int, int
-]  # number of samples, stride between them, how often it can be moved, by how much
+# Number of samples, stride between them, how often it can be moved, by how much.
+Grid = tuple[int, int, int, int]
 Report = Callable[[int], str]  # told which slot differs; gives the sentence for the error
 
 
@@ -39,11 +38,11 @@ def sample_grid(shape: tuple[int, ...], stride: tuple[int, ...]) -> Grid:
     if not count:
         return 0, 0, 1, 0
     if _is_dense(shape, stride):
-        spacing = max(count // SAMPLES, 1)
-        return min(SAMPLES, count), spacing, spacing, 1
+        samples, spacing = min(SAMPLES, count), max(count // SAMPLES, 1)
+        return samples, spacing, count - (samples - 1) * spacing, 1
     longest = max(range(len(shape)), key=lambda dim: shape[dim])
-    spacing = max(shape[longest] // SAMPLES, 1)
-    return min(SAMPLES, shape[longest]), spacing * stride[longest], spacing, stride[longest]
+    samples, spacing = min(SAMPLES, shape[longest]), max(shape[longest] // SAMPLES, 1)
+    return samples, spacing * stride[longest], shape[longest] - (samples - 1) * spacing, stride[longest]
 
 
 def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
@@ -75,7 +74,7 @@ class SpotCheck:
         """Sample those of the dropped tensors that `places` names. `phase` moves the grid, `whole` takes
         checksums of them too."""
         self._grids, self._places, self._report, self._phase = grids, places, report, phase
-        self._backward = -1  # the pass that is looked at: with retain_graph there may be several
+        self._backward = -2  # the pass that is looked at: with retain_graph there may be several
         self._expected = torch.cat([self._sample(place, tensors[place]) for place in places])
         self._found: dict[int, torch.Tensor] = {}
         self._checksums = {place: _checksum(tensors[place]) for place in places} if whole else None
@@ -93,7 +92,7 @@ class SpotCheck:
     def see(self, place: int, tensor: torch.Tensor) -> None:
         """Take the same samples of the replayed tensor (only for the places that were given)."""
         backward = current_backward()
-        if backward != self._backward or backward < 0:
+        if backward != self._backward:
             self._backward = backward
             self._found.clear()
             self._wrong.clear()

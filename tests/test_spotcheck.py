@@ -1,0 +1,500 @@
+"""The spot check: a replay that differs from forward raises out of loss.backward(), before an optimizer runs."""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models import ZOO, Case, squared
+from planning import (
+    CPU,
+    LEAST,
+    Planned,
+    assert_equal,
+    bits_of,
+    fallbacks,
+    on,
+    recipe_at,
+    regions_at,
+    survey_of,
+)
+from remat.errors import RecomputeError
+from remat.records import Mode, RegionGraph
+from remat.run.recipe import compile_recipe
+from remat.run.region import PlannedRegion, Variant
+from remat.run.spotcheck import SAMPLES, SpotCheck, sample_grid
+
+
+class Annealed(nn.Module):
+    """A number in Python that a schedule changes."""
+
+    def __init__(self, number: Callable[[], float], width: int = 8) -> None:
+        super().__init__()
+        self.linear, self.number = nn.Linear(width, width), number
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (self.linear(x) / self.number()).softmax(-1).sin().exp()
+
+
+class Temperature(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.temperature = nn.Linear(8, 8), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (self.linear(x) / self.temperature).softmax(-1).sin().exp()
+
+
+class StochasticDepth(nn.Module):
+    """Drops its branch by a number that Python's own generator draws."""
+
+    def __init__(self, keep: float = 0.5) -> None:
+        super().__init__()
+        self.linear, self.keep = nn.Linear(8, 8), keep
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = 1 / self.keep if random.random() < self.keep else 0.0
+        return x + (self.linear(x) * scale).sin().exp()
+
+
+class Swapped(nn.Module):
+    """Two branches of equal shape: the autograd graph is the same whichever is taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.first = nn.Linear(8, 8), nn.Linear(8, 8), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (self.a if self.first else self.b)(x).sin().exp()
+
+
+class OneRow(nn.Module):
+    """The number touches one row of many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(8, 8), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return x + torch.cat([y[:3], y[3:4] * self.scale, y[4:]]).sin().exp()
+
+
+def stack(make: Callable[[], nn.Module], depth: int = 3, rows: int = 5) -> Case:
+    torch.manual_seed(0)
+    return Case(nn.Sequential(*[make() for _ in range(depth)]), torch.randn(rows, 8), squared)
+
+
+def plan(case: Case, level: float = LEAST, **options: Any) -> Planned:
+    planned = regions_at(survey_of(case.model, case.run), level, shadow=False, **options)
+    assert all(v.mode is Mode.RECIPE for r in planned.regions for v in r.variants.values()), planned.notes
+    return planned
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        f"gradient of {name}": bits_of(p.grad) for name, p in model.named_parameters() if p.grad is not None
+    }
+
+
+def assert_next_step_is_right(case: Case, planned: Planned) -> None:
+    """The region now recomputes as a whole, and says so."""
+    plain = nn.Sequential(*[copy.deepcopy(block) for block in case.model])
+    for block in plain:
+        block.__dict__.pop("forward", None)
+    plain.zero_grad()
+    case.model.zero_grad()
+    state = random.getstate()
+    case.run(plain).backward()
+    random.setstate(state)
+    case.run().backward()
+    assert_equal(gradients(plain), gradients(case.model))
+    off = [r for r in planned.regions if any(v.mode is Mode.FULL for v in r.variants.values())]
+    assert off
+    assert all("differed" in region.status().why for region in off)
+
+
+SENTENCE = (
+    r"region {}: the replay of aten\.\w+\.\w+ \[5, 8\] float32, made at test_spotcheck\.py:\d+, differs"
+)
+
+
+# ------------------------------------------------------------------------------------ numbers that change
+
+
+def test_temperature_as_an_attribute() -> None:
+    case = stack(Temperature)
+    with on(case.model, planned := plan(case)):
+        case.run().backward()
+        case.model[1].temperature = 0.9
+        loss = case.run()
+        with pytest.raises(RecomputeError, match=SENTENCE.format(1)) as raised:
+            loss.backward()
+        assert "zero_grad" in str(raised.value)
+        assert_next_step_is_right(case, planned)
+        assert [r.status().mode for r in planned.regions] == ["recipe", "full", "recipe"]
+
+
+def test_the_error_names_the_line_that_used_the_number() -> None:
+    case = stack(Temperature)
+    line = Temperature.forward.__code__.co_firstlineno + 1
+    with on(case.model, plan(case)):
+        case.model[1].temperature = 0.9
+        with pytest.raises(RecomputeError, match=rf"test_spotcheck\.py:{line}\b"):
+            case.run().backward()
+
+
+def test_a_schedule_in_a_closure() -> None:
+    step = [1.0]
+    case = stack(lambda: Annealed(lambda: 1.0 + 0.1 * step[0]))
+    with on(case.model, planned := plan(case)):
+        case.run().backward()
+        step[0] += 1
+        with pytest.raises(RecomputeError, match="2 more regions differ too"):
+            case.run().backward()
+        assert_next_step_is_right(case, planned)
+        step[0] += 1
+        assert_next_step_is_right(case, planned)
+
+
+def test_stochastic_depth_by_python() -> None:
+    random.seed(0)
+    case = stack(StochasticDepth)
+    found = survey_of(case.model, case.run)
+    planned = regions_at(found, LEAST, shadow=False)
+    raised = 0
+    with on(case.model, planned):
+        for _ in range(12):
+            plain = nn.Sequential(*[copy.deepcopy(block) for block in case.model])
+            for block in plain:
+                block.__dict__.pop("forward", None)
+            plain.zero_grad()
+            case.model.zero_grad()
+            state = random.getstate()
+            case.run(plain).backward()
+            random.setstate(state)
+            try:
+                case.run().backward()
+            except RecomputeError:
+                raised += 1
+                continue
+            assert_equal(gradients(plain), gradients(case.model))
+    assert raised or planned.notes, "either the two captures differed, or the spot check raised"
+    assert raised <= 3, "a region is switched off when it was caught"
+
+
+def test_swapped_branches_of_equal_shape() -> None:
+    case = stack(Swapped)
+    with on(case.model, planned := plan(case)):
+        case.run().backward()
+        case.model[0].first = False
+        with pytest.raises(RecomputeError, match=SENTENCE.format(0)):
+            case.run().backward()
+        assert_next_step_is_right(case, planned)
+
+
+def test_without_the_check_the_gradients_are_silently_wrong() -> None:
+    """What the check is for; and that these tests would notice if it did nothing."""
+    case = stack(Temperature)
+    with on(case.model, plan(case, check=False)):
+        case.model[1].temperature = 0.5
+        plain = stack(Temperature).model
+        plain[1].temperature = 0.5
+        case.run(plain).backward()
+        case.run().backward()
+    with pytest.raises(AssertionError, match="differ"):
+        assert_equal(gradients(plain), gradients(case.model))
+
+
+# ------------------------------------------------------------------------------------------ broken recipes
+
+
+def corrupted(graph: RegionGraph) -> RegionGraph:
+    """Some number that an operation was captured with is another one."""
+    ops = list(graph.ops)
+    for index, op in enumerate(ops):
+        for place, arg in enumerate(op.args):
+            if isinstance(arg, float) and op.replayable:
+                args = (*op.args[:place], arg * 1.5, *op.args[place + 1 :])
+                ops[index] = replace(op, args=args)
+                return replace(graph, ops=tuple(ops))
+    raise AssertionError("no number to change")
+
+
+@pytest.mark.parametrize("shadow", [True, False])
+def test_a_corrupted_recipe(shadow: bool) -> None:
+    case = stack(lambda: Annealed(lambda: 1.25))
+    found = survey_of(case.model, case.run)
+    regions = []
+    for sighting in found.sightings:
+        species = found.species[sighting.species]
+        assert species.graph is not None
+        graph = corrupted(species.graph)
+        program = compile_recipe(graph, recipe_at(graph, LEAST), CPU)
+        variants = {species.signature: Variant(Mode.RECIPE, program)}
+        regions.append(PlannedRegion(sighting.name, sighting.tower, variants, shadow=shadow))
+    planned = Planned(regions)
+    plain = copy.deepcopy(case.model)
+    case.run(plain).backward()
+    with on(case.model, planned):
+        if shadow:  # the first step compares every rebuilt tensor while the real ones are there
+            case.run().backward()
+            assert_equal(gradients(plain), gradients(case.model))
+            assert all("does not give the same bits" in why for why in fallbacks(planned).values())
+            assert len(fallbacks(planned)) == 3
+        else:
+            with pytest.raises(RecomputeError, match=r"region 0: .*2 more regions"):
+                case.run().backward()
+        case.model.zero_grad()
+        case.run().backward()
+        assert_equal(gradients(plain), gradients(case.model))
+        assert [r.status().mode for r in regions] == ["full", "full", "full"]
+
+
+def test_one_row_is_found_within_one_rotation() -> None:
+    case = stack(OneRow, depth=4, rows=512)
+    with on(case.model, planned := plan(case)):
+        for _ in range(4):
+            case.run().backward()
+        case.model[2].scale = 1.5
+        steps = 0
+        with pytest.raises(RecomputeError, match=r"region 2: .*\[512, 8\]"):  # noqa: PT012 (which step is the point)
+            for _ in range(len(planned.regions)):
+                case.model.zero_grad()
+                steps += 1
+                case.run().backward()
+        assert steps <= 4
+
+
+def test_one_row_escapes_the_samples_alone() -> None:
+    case = stack(OneRow, depth=4, rows=512)
+    planned = plan(case)
+    for region in planned.regions:
+        region.turns = 0  # no checksums
+    with on(case.model, planned):
+        case.model[2].scale = 1.5
+        case.run().backward()
+
+
+def test_a_region_called_several_times_a_step_has_each_call_checked() -> None:
+    """The rotation counts steps: counting calls, one of two calls would never have its turn."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([OneRow(), OneRow()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for number in (0, 1, 0, 1):
+                self.blocks[number].calls = getattr(self.blocks[number], "calls", 0) + 1
+                x = self.blocks[number](x)
+            return x
+
+    torch.manual_seed(0)
+    for call in (0, 1):
+        case = Case(Twice(), torch.randn(512, 8), squared)
+        case.model.blocks[0].requires_grad_(True)
+        planned = regions_at(survey_of(case.model, case.run), LEAST, shadow=False)
+        with on(case.model, planned):
+            case.run().backward()
+            calls = [0]
+
+            def change(module: Any, args: Any, call: int = call, calls: list[int] = calls) -> None:
+                module.scale = 1.5 if calls[0] % 2 == call else 1.0
+                calls[0] += 1
+
+            case.model.blocks[0].register_forward_pre_hook(change)
+            with pytest.raises(RecomputeError, match=r"region blocks\.0"):  # noqa: PT012
+                for _ in range(len(planned.regions)):
+                    case.run().backward()
+
+
+# ------------------------------------------------------------------------------------- several backwards
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.scale = nn.Linear(8, 8), nn.Linear(8, 8), 1.0
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.a(x).sin().exp(), (self.b(x) * self.scale).sin().exp()
+
+
+class OneBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Heads(), Heads()])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (*self.blocks[0](x), *self.blocks[1](x))
+
+
+def test_the_second_backward_of_one_graph_is_checked_too() -> None:
+    torch.manual_seed(0)
+    case = Case(OneBlock(), torch.randn(5, 8), squared)
+    with on(case.model, plan(case)):
+        case.model.blocks[0].scale = 2.0
+        a, b, *_ = case.model(case.batch)
+        a.sum().backward(retain_graph=True)  # what changed has no part in this
+        with pytest.raises(RecomputeError, match=r"region blocks\.0"):
+            b.sum().backward()
+
+
+def test_a_backward_that_raised_does_not_hide_the_next() -> None:
+    case = stack(Temperature)
+    with on(case.model, plan(case)):
+        case.model[1].temperature = 0.5
+        x = case.batch.clone().requires_grad_()
+        loss = case.run()
+        stop = [True]
+        loss_of = squared(case.model(x), None)
+        x.register_hook(lambda g: 1 / 0 if stop[0] else g)
+        with pytest.raises((ZeroDivisionError, RecomputeError)):
+            loss_of.backward(retain_graph=True)
+        stop[0] = False
+        with pytest.raises(RecomputeError):
+            loss.backward()
+
+
+def test_autograd_grad_raises_too() -> None:
+    case = stack(Temperature)
+    with on(case.model, plan(case)):
+        case.model[1].temperature = 0.5
+        with pytest.raises(RecomputeError):
+            torch.autograd.grad(case.run(), list(case.model.parameters()))
+
+
+def test_unpacking_by_hand_outside_of_backward() -> None:
+    """A tool that looks at the graph gets the tensor; nothing is queued, nothing raises."""
+    case = stack(Temperature)
+    with on(case.model, plan(case)):
+        y = case.model[0](case.batch)
+        seen = []
+        pending = [y.grad_fn]
+        while pending:
+            node = pending.pop()
+            if node is not None:
+                seen += [getattr(node, name) for name in dir(node) if name.startswith("_saved_result")]
+                pending += [child for child, _ in node.next_functions]
+        assert seen
+        y.sum().backward()
+
+
+# ------------------------------------------------------------------------------------ what must not trip it
+
+
+class Overflows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).float()
+        scale = torch.rsqrt(y.square().mean(-1, keepdim=True))
+        return F.silu((y * scale).to(x.dtype)) * (y * y).exp().to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 3e38])
+def test_nan_and_infinity_are_values_like_any_other(dtype: torch.dtype, bad: float) -> None:
+    """A step that overflows is skipped by a gradient scaler; it is no reason to stop the training."""
+    case = stack(Overflows, rows=40)
+    model = case.model.to(dtype)
+    case = Case(model, case.batch.to(dtype), squared)
+    with on(model, planned := plan(case)):
+        case.run().backward()
+        case.batch[::3] = bad
+        model.zero_grad()
+        case.run().backward()
+        plain = copy.deepcopy(model)
+        for block in plain:
+            block.__dict__.pop("forward", None)
+        plain.zero_grad()
+        case.run(plain).backward()
+    assert_equal(gradients(plain), gradients(model))
+    assert not fallbacks(planned)
+
+
+# --------------------------------------------------------------------------------------------- its own parts
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride"),
+    [((4, 8), (8, 1)), ((8, 4), (1, 8)), ((3, 5, 7), (35, 7, 1)), ((6, 8), (0, 1)), ((5, 3), (9, 2)), ((), ()),
+     ((1, 1), (5, 5)), ((0, 4), (4, 1)), ((1000,), (1,)), ((1000,), (3,)), ((2, 1, 9), (9, 77, 1))],
+)  # fmt: skip
+def test_samples_lie_inside_the_tensor(shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
+    memory = torch.arange(5000.0)
+    tensor = memory.as_strided(shape, stride, 7)
+    inside = set(tensor.flatten().tolist())
+    seen: set[float] = set()
+    for phase in range(80):
+        check = SpotCheck([tensor], [sample_grid(shape, stride)], [0], str, phase=phase, whole=True)
+        samples = check._expected.tolist()
+        assert len(samples) <= SAMPLES
+        assert set(samples) <= inside
+        seen |= set(samples)
+    if tensor.is_contiguous():
+        assert seen == inside, "the samples wander over the whole tensor"
+
+
+def test_a_conjugated_tensor_can_be_sampled() -> None:
+    memory = torch.randn(4, 4, dtype=torch.complex64)
+    for error in (0, 1, 1j):
+        check = SpotCheck([memory.conj()], [sample_grid((4, 4), (4, 1))], [0], str, phase=0, whole=True)
+        check.see(0, (memory + error).conj())
+        assert check.describe() == ("0" if error else None), "the checksum sees both parts"
+
+
+def test_different_dtypes_in_one_check() -> None:
+    tensors = [
+        torch.randn(4, 4),
+        torch.randint(9, (6,)),
+        torch.randn(3).bfloat16(),
+        torch.tensor([True, False]),
+    ]
+    grids = [sample_grid(tuple(t.shape), t.stride()) for t in tensors]
+    for wrong in (None, 0, 1, 2, 3):
+        check = SpotCheck(tensors, grids, [0, 1, 2, 3], str, phase=3, whole=False)
+        for place, tensor in enumerate(tensors):
+            changed = ~tensor if tensor.dtype is torch.bool else tensor + 1
+            check.see(place, changed if place == wrong else tensor)
+        assert check.describe() == (None if wrong is None else str(wrong))
+
+
+def test_overhead_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    """Printed, not asserted: host timings on a shared machine say little."""
+    case = ZOO["llama"]()
+    found = survey_of(case.model, case.run)
+    seconds = {}
+    for name, check in (("without", False), ("with", True)):
+        planned = regions_at(found, LEAST, shadow=False, check=check)
+        with on(case.model, planned):
+            rounds = []
+            for _ in range(12):
+                case.model.zero_grad()
+                start = time.perf_counter()
+                case.run().backward()
+                rounds.append(time.perf_counter() - start)
+            seconds[name] = statistics.median(rounds[2:])
+    slots = sum(len(v.program.slots) for r in planned.regions for v in r.variants.values() if v.program)
+    extra = seconds["with"] - seconds["without"]
+    with capsys.disabled():
+        print(
+            f"\nspot check, tiny Llama, {len(planned.regions)} regions, {slots} dropped tensors: "
+            f"{seconds['without'] * 1e3:.2f} ms -> {seconds['with'] * 1e3:.2f} ms per step, "
+            f"{extra / max(slots, 1) * 1e6:.1f} us per dropped tensor"
+        )
+    assert re.fullmatch(r"\d+", str(slots))

@@ -271,7 +271,7 @@ class _Menu:
         )
 
     def _run(self, call: Callable[..., Any]) -> Bench:
-        return bench(call, self.inputs, (self.species.example.module,), _HOST, repeats=0)
+        return bench(call, self.inputs, (self.species.example.module,), _HOST, timed=False)
 
     def _forward_seconds(self) -> float:
         args, kwargs = self.inputs

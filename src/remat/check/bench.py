@@ -21,8 +21,8 @@ from remat.trees import tensors
 
 __all__ = ["Bench", "bench"]
 
-_IN_A_ROW = 4
-_ENOUGH_SECONDS = 0.15
+_ENOUGH_SECONDS = 0.08  # of timing for one entry
+_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,13 @@ def bench(
     modules: Sequence[nn.Module],
     device: torch.device,
     *,
-    repeats: int = 2,
+    timed: bool = True,
 ) -> Bench:
     """Run `call` on copies of `inputs`, forward and backward. Gradients of `modules` are cleared each time."""
     parameters = [p for module in modules for p in module.parameters()]
     with Meter(device) as meter:
         levels = _run(call, inputs, parameters, meter)
-    times = [_seconds(call, inputs, parameters, device) for _ in range(repeats)]
-    while times and device.type == "cuda" and sum(whole for whole, _ in times) * _IN_A_ROW < _ENOUGH_SECONDS:
-        times.append(_seconds(call, inputs, parameters, device))  # short regions are noisy: look longer
+    times = _times(call, inputs, parameters, device) if timed else []
     return Bench(
         resident_bytes=levels.held - levels.start,
         forward_peak_bytes=levels.forward_peak - levels.start,
@@ -134,26 +132,48 @@ def _run(
     return levels
 
 
+def _times(
+    call: Callable[..., Any],
+    inputs: tuple[tuple[Any, ...], dict[str, Any]],
+    parameters: list[nn.Parameter],
+    device: torch.device,
+) -> list[tuple[float, float]]:
+    """(seconds, seconds of the host) per run, a few rounds; the shorter a run, the more of them in a row."""
+    first, host = _seconds(call, inputs, parameters, device, 1)
+    if device.type != "cuda":
+        return [(first, host)]
+    in_a_row = max(2, min(round(_ENOUGH_SECONDS / _ROUNDS / max(first, 1e-6)), 16))
+    rounds = _ROUNDS if in_a_row > 2 else 2
+    return [_seconds(call, inputs, parameters, device, in_a_row) for _ in range(rounds)]
+
+
 def _seconds(
     call: Callable[..., Any],
     inputs: tuple[tuple[Any, ...], dict[str, Any]],
     parameters: list[nn.Parameter],
     device: torch.device,
+    in_a_row: int,
 ) -> tuple[float, float]:
-    """Per run, (seconds, seconds of the host). On an accelerator several runs in a row without waiting: in a
-    step the host runs ahead of the device, too."""
-    if device.type != "cuda":
-        begin = time.perf_counter()
-        _run(call, inputs, parameters, None)
-        took = time.perf_counter() - begin
-        return took, took
-    start, end = cuda_event(), cuda_event()
-    torch.cuda.synchronize(device)
+    """Per run, (seconds, seconds of the host). Several runs in a row without waiting: in a step the host runs
+    ahead of the device, too."""
+    start = _timestamp(device, wait=True)
     begin = time.perf_counter()
-    start.record()
-    for _ in range(_IN_A_ROW):
+    for _ in range(in_a_row):
         _run(call, inputs, parameters, None)
-    end.record()
     host = time.perf_counter() - begin
+    end = _timestamp(device)
+    if start is None or end is None:
+        return host / in_a_row, host / in_a_row
     end.synchronize()
-    return start.elapsed_time(end) * 1e-3 / _IN_A_ROW, host / _IN_A_ROW
+    return float(start.elapsed_time(end)) * 1e-3 / in_a_row, host / in_a_row
+
+
+def _timestamp(device: torch.device, *, wait: bool = False) -> Any:
+    """A mark on the accelerator's own clock; None where there is none."""
+    if device.type != "cuda":
+        return None
+    if wait:
+        torch.cuda.synchronize(device)
+    event = cuda_event()
+    event.record()
+    return event

@@ -113,6 +113,13 @@ class Holder:
         return self.tensor
 
 
+def _rebuilt(holder: Holder, frame: Frame, slot: Slot) -> torch.Tensor:
+    tensor = slot.rebuild(holder.sources, frame.memo)
+    if slot.checked and frame.check is not None:
+        frame.check.see(holder.place, tensor)
+    return tensor
+
+
 def unpack(holder: Holder) -> torch.Tensor:
     """What autograd calls when it wants the saved tensor back."""
     if holder.tensor is not None:
@@ -127,12 +134,9 @@ def unpack(holder: Holder) -> torch.Tensor:
             )
     if torch.is_grad_enabled() or torch.is_autocast_enabled(frame.device_type):
         with replaying():  # create_graph, or backward inside autocast
-            tensor = slot.rebuild(sources, frame.memo)
+            tensor = _rebuilt(holder, frame, slot)
     else:
-        tensor = slot.rebuild(sources, frame.memo)
-    if slot.checked and frame.check is not None:
-        with torch.no_grad():
-            frame.check.see(holder.place, tensor)
+        tensor = _rebuilt(holder, frame, slot)
     frame.counts.rebuilt += 1
     frame.counts.in_backward = True
     return tensor

@@ -101,7 +101,7 @@ class SpotCheck:
         if self._checksums is not None:
             differs = _checksum(tensor) != self._checksums[place]
             if tensor.is_floating_point():
-                differs &= ~tensor.isnan().any()  # whose bits are the device's own
+                differs &= ~_has_nan(tensor)  # whose bits are the device's own
             self._wrong.append((place, differs))
 
     def samples(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -139,19 +139,26 @@ def _unequal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return differs & ~(a.isnan() & b.isnan()) if a.is_floating_point() else differs
 
 
-_WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
-
-
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of the tensor's memory in words, as wide as fit: wide ones are summed at the speed of memory."""
-    if not _is_dense(tuple(tensor.shape), tensor.stride()) or tensor.is_conj() or tensor.is_neg():
-        return bits(tensor).sum(dtype=torch.int64)
-    flat = tensor.as_strided((tensor.numel(),), (1,))
-    if flat.dtype is torch.bool:
-        flat = flat.view(torch.uint8)
-    nbytes, offset = flat.numel() * flat.element_size(), flat.storage_offset() * flat.element_size()
-    word = next(dtype for width, dtype in _WORDS if nbytes % width == 0 and offset % width == 0)
-    return flat.view(word).sum(dtype=torch.int64)
+    """A number that depends on every element, computed without memory of its own: the plan has none to spare.
+
+    Dense memory is summed as 64-bit words, exactly; anything else as it is, in the same order each time.
+    """
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if _is_dense(tuple(tensor.shape), tensor.stride()) and not tensor.is_neg():
+        flat = tensor.as_strided((tensor.numel(),), (1,))
+        words = flat.numel() * flat.element_size() % 8 == 0 and flat.storage_offset() * flat.element_size() % 8 == 0
+        if words and flat.numel():
+            return (flat.view(torch.uint8) if flat.dtype is torch.bool else flat).view(torch.int64).sum()
+    if tensor.is_floating_point():
+        return tensor.sum(dtype=torch.float32 if tensor.element_size() < 4 else tensor.dtype)
+    return tensor.count_nonzero()
+
+
+def _has_nan(tensor: torch.Tensor) -> torch.Tensor:
+    """Also true of an infinity of each sign; then the checksum says nothing, either."""
+    return tensor.sum(dtype=torch.float32 if tensor.element_size() < 4 else tensor.dtype).isnan()
 
 
 # Checks of the backward passes that are running, by the number of the pass: its worker threads share it.

@@ -254,7 +254,7 @@ class _Builder:
         self._refuse_numbers_of_weights()
         output_values = [recorder.intern(tensor) for tensor in self.outputs]
         slots = self._slots()
-        sources = self._sources(slots)
+        sources = self._sources(slots, output_values)
         visible = self._visible(slots, sources)
         self.free = self._free_values()
         self._mark_outputs(output_values)
@@ -293,14 +293,18 @@ class _Builder:
     def _sequence(self, node: int) -> int:
         return sequence_number(self.nodes[node].node)
 
-    def _sources(self, slots: tuple[Saved, ...]) -> tuple[Source, ...]:
-        """Where to find values that are not among the saved tensors: inputs first, then module boundaries."""
+    def _sources(self, slots: tuple[Saved, ...], output_values: list[int]) -> tuple[Source, ...]:
+        """Where to find values that are not among the saved tensors: inputs first, then module boundaries.
+
+        Not the region's outputs: unless autograd saved them, whoever gets them may write to them.
+        """
         found = {
             value: Source(value, "input", position) for position, value in enumerate(self.recorder.inputs)
         }
         taken = {slot.value for slot in slots}
+        leaves = {self.recorder.values[value].storage for value in output_values}
         for value, source in self.seen.items():
-            if value not in taken:
+            if value not in taken and self.recorder.values[value].storage not in leaves:
                 found.setdefault(value, source)
         return tuple(source for value, source in sorted(found.items()) if self.recorder.is_final(value))
 

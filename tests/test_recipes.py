@@ -657,6 +657,39 @@ def test_a_kept_tensor_is_still_watched_after_a_fallback(case: Case) -> None:
             loss.backward()
 
 
+class ReturnsWhatItReads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.linear(x)  # saved by nobody, but a module hook would see it
+        return y, (y * 2).sin().exp()
+
+
+class WritesOutputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ReturnsWhatItReads() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = torch.zeros(())
+        for block in self.blocks:
+            x, more = block(x)
+            x += 1
+            total = total + more
+        return total + x
+
+
+def test_the_parent_may_write_to_an_output() -> None:
+    torch.manual_seed(0)
+    case = Case(WritesOutputs(), torch.randn(5, 8), squared)
+    plain = train(copy.deepcopy(case.model), case.run)
+    with on(case.model, planned := planned_for(case)):
+        assert_equal(plain, train(case.model, case.run))
+    assert not fallbacks(planned)
+
+
 def test_an_exception_in_forward_leaves_nothing_open(case: Case) -> None:
     plain = train(copy.deepcopy(case.model), case.run)
     with on(case.model, planned := planned_for(case)):

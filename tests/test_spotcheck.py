@@ -1,4 +1,4 @@
-"""The spot check: a replay that differs from forward raises out of loss.backward(), before an optimizer runs."""
+"""The spot check: a replay that differs from forward raises out of loss.backward(), before an optimizer."""
 
 from __future__ import annotations
 
@@ -432,8 +432,8 @@ def test_nan_and_infinity_are_values_like_any_other(dtype: torch.dtype, bad: flo
 
 @pytest.mark.parametrize(
     ("shape", "stride"),
-    [((4, 8), (8, 1)), ((8, 4), (1, 8)), ((3, 5, 7), (35, 7, 1)), ((6, 8), (0, 1)), ((5, 3), (9, 2)), ((), ()),
-     ((1, 1), (5, 5)), ((0, 4), (4, 1)), ((1000,), (1,)), ((1000,), (3,)), ((2, 1, 9), (9, 77, 1))],
+    [((4, 8), (8, 1)), ((8, 4), (1, 8)), ((3, 5, 7), (35, 7, 1)), ((6, 8), (0, 1)), ((5, 3), (9, 2)),
+     ((), ()), ((1, 1), (5, 5)), ((0, 4), (4, 1)), ((1000,), (1,)), ((1000,), (3,)), ((2, 1, 9), (9, 77, 1))],
 )  # fmt: skip
 def test_samples_lie_inside_the_tensor(shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
     memory = torch.arange(5000.0)

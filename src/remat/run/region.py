@@ -129,8 +129,9 @@ def unpack(holder: Holder) -> torch.Tensor:
         if sources[number]._version != frame.versions[number]:
             raise RecomputeError(
                 f"region {frame.name}: {frame.program.kept[number]}, from which {slot.label} ({slot.source}) "
-                f"is rebuilt, was modified in place after the forward pass (version {sources[number]._version}, "
-                f"expected {frame.versions[number]}); clone it before writing to it"
+                f"is rebuilt, was modified in place after the forward pass (version "
+                f"{sources[number]._version}, expected {frame.versions[number]}); "
+                "clone it before writing to it"
             )
     if torch.is_grad_enabled() or torch.is_autocast_enabled(frame.device_type):
         with replaying():  # create_graph, or backward inside autocast
@@ -161,6 +162,9 @@ class Passing(dict[tuple[str, str, int], list[torch.Tensor]]):
         call = self.calls.get((tap, kind), 0)
         self.calls[tap, kind] = call + 1
         self[tap.name, kind, call] = [tensor.detach() for tensor in tensors(tree)]
+
+
+_NOTHING = Passing()  # of a region whose recipe reads nothing of the kind
 
 
 def _taps() -> list[Passing]:
@@ -321,11 +325,11 @@ class PlannedRegion:
         kwargs: dict[str, Any],
         inputs: list[torch.Tensor],
     ) -> Any:
-        seen = Passing()
+        seen = _NOTHING
         if not program.modules:
             output = forward(*args, **kwargs)
         else:
-            taps = _taps()
+            seen, taps = Passing(), _taps()
             taps.append(seen)
             try:
                 output = forward(*args, **kwargs)
@@ -409,8 +413,9 @@ class PlannedRegion:
             self.switch_off(f"replay of {slot.label} differed")
             return (
                 f"region {self.name}: the replay of {slot.label}, made at "
-                f"{slot.source or 'an unknown line'}, differs from what forward computed; a Python number in the "
-                "region has changed since it was captured, or memory was written behind autograd's back."
+                f"{slot.source or 'an unknown line'}, differs from what forward computed; a Python number "
+                "in the region has changed since it was captured, or memory was written "
+                "behind autograd's back."
             )
 
         return sentence
@@ -457,5 +462,3 @@ class PlannedRegion:
             fallbacks=self.counts.fallbacks,
             why=self.counts.why,
         )
-
-

@@ -1,10 +1,11 @@
-"""Is the budget met, and was the peak predicted? fit at several budgets on several models, measured by training.
+"""Is the budget met, and was the peak predicted? fit at several budgets and models, measured by training.
 
     PYTHONPATH=src python benchmarks/budgets.py --out benchmarks/results/budgets.json
 
-Per model and budget: fit, then two optimizer-free steps with gradients cleared in between; the allocator's peak
-(live bytes without accelerator) over the budget and over the prediction. Also: a loop with AdamW and accumulation
-under one budget, a device that is capped below the plain peak, and the time that planning a 7B model takes.
+Per model and budget: fit, then two optimizer-free steps with gradients cleared in between; the allocator's
+peak (live bytes without accelerator) over the budget and over the prediction. Also: a loop with AdamW and
+accumulation under one budget, a device that is capped below the plain peak, and the time that planning a 7B
+model takes.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def on_device(make: Callable[[], nn.Module]) -> nn.Module:
         return make().to(DTYPE).train()
 
 
-def llama(layers: int, hidden: int, inner: int, heads: int, vocab: int, batch: int, length: int) -> tuple[Any, Any, Any]:
+def llama(
+    layers: int, hidden: int, inner: int, heads: int, vocab: int, batch: int, length: int
+) -> tuple[Any, Any, Any]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -50,7 +53,9 @@ def llama(layers: int, hidden: int, inner: int, heads: int, vocab: int, batch: i
 def gpt2(layers: int, hidden: int, heads: int, vocab: int, batch: int, length: int) -> tuple[Any, Any, Any]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(n_layer=layers, n_embd=hidden, n_head=heads, vocab_size=vocab, n_positions=length, use_cache=False)
+    config = GPT2Config(
+        n_layer=layers, n_embd=hidden, n_head=heads, vocab_size=vocab, n_positions=length, use_cache=False
+    )
     ids = torch.randint(0, vocab, (batch, length), device=DEVICE)
     return on_device(lambda: GPT2LMHeadModel(config)), {"input_ids": ids, "labels": ids}, None
 
@@ -64,7 +69,8 @@ def vit(layers: int, hidden: int, heads: int, image: int, patch: int, batch: int
     )  # fmt: skip
     images = torch.randn(batch, 3, image, image, device=DEVICE, dtype=DTYPE)
     labels = torch.randint(0, 1000, (batch,), device=DEVICE)
-    return on_device(lambda: ViTForImageClassification(config)), {"pixel_values": images, "labels": labels}, None
+    batch_given = {"pixel_values": images, "labels": labels}
+    return on_device(lambda: ViTForImageClassification(config)), batch_given, None
 
 
 def resnet(batch: int, image: int) -> tuple[Any, Any, Any]:
@@ -166,8 +172,9 @@ def budgets(name: str) -> dict[str, Any]:
         rows.append(row)
         print(
             f"{name:<12} {share}: peak/budget {row['peak_over_budget']:.4f}  predicted/peak "
-            f"{row['predicted_over_peak']:.4f}  plain {row['predicted_plain_over_plain']:.4f}  time {row['time']:.3f} "
-            f"({row['predicted_time']:.3f})  fit {fit_seconds:.1f} s  kinds {row['kinds']}  fb {row['fallbacks']}  "
+            f"{row['predicted_over_peak']:.4f}  plain {row['predicted_plain_over_plain']:.4f}  "
+            f"time {row['time']:.3f} ({row['predicted_time']:.3f})  fit {fit_seconds:.1f} s  "
+            f"kinds {row['kinds']}  fb {row['fallbacks']}  "
             f"{row['verification']} {row['notes']}",
             flush=True,
         )
@@ -194,12 +201,13 @@ def loop() -> dict[str, Any]:
         meter.synchronize()
         peak = meter.peak_bytes()
     handle.remove()
-    print(f"loop: peak/budget {peak / budget:.4f}, predicted/peak {handle.plan.predicted_peak_bytes / peak:.4f}", flush=True)
-    return {"budget": budget, "peak": peak, "predicted": handle.plan.predicted_peak_bytes}
+    predicted = handle.plan.predicted_peak_bytes
+    print(f"loop: peak/budget {peak / budget:.4f}, predicted/peak {predicted / peak:.4f}", flush=True)
+    return {"budget": budget, "peak": peak, "predicted": predicted}
 
 
 def capped() -> dict[str, Any]:
-    """The device is capped below the plain peak: the plain step runs out of memory, fit and training do not."""
+    """A device capped below the plain peak: the plain step runs out of memory, fit and training do not."""
     if not CUDA:
         return {}
     model, batch, loss = llama(24, 2048, 5632, 16, 32000, 4, 4096)
@@ -227,14 +235,17 @@ def capped() -> dict[str, Any]:
     reserved = torch.cuda.max_memory_reserved()
     handle.remove()
     torch.cuda.set_per_process_memory_fraction(1.0)
-    print(f"capped at {cap / 2**30:.1f} GiB: plain {plain}; fit in {took:.1f} s and trained; reserved {reserved / cap:.3f} of the cap")
+    print(
+        f"capped at {cap / 2**30:.1f} GiB: plain {plain}; fit in {took:.1f} s and trained; "
+        f"reserved {reserved / cap:.3f} of the cap"
+    )
     return {"cap": cap, "plain": plain, "fit_seconds": took, "reserved": reserved}
 
 
 def planning_time() -> dict[str, Any]:
     if not CUDA:
         return {}
-    model, batch, loss = llama(32, 4096, 11008, 32, 32000, 2, 4096)
+    model, batch, _ = llama(32, 4096, 11008, 32, 32000, 2, 4096)
     clean()
     begin = time.perf_counter()
     handle = remat.fit(model, batch, "60GiB")

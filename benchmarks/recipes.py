@@ -84,8 +84,10 @@ def peak_of(step: Callable[[], None]) -> int:
         return meter.peak_bytes() - start
 
 
-def race(methods: dict[str, Callable[[], Any]], step: Callable[[], None], rounds: int, runs: int) -> dict[str, Row]:
-    """Every method in every round, in another order each time: a device that warms up slows all of them alike."""
+def race(
+    methods: dict[str, Callable[[], Any]], step: Callable[[], None], rounds: int, runs: int
+) -> dict[str, Row]:
+    """Every method in every round, in another order each time: a device that warms up slows all alike."""
     times: dict[str, list[float]] = {label: [] for label in methods}
     peaks: dict[str, int] = {}
     order = random.Random(0)
@@ -180,7 +182,10 @@ def workload(name: str, rounds: int, out: str | None) -> dict[str, Any]:
     begin = time.perf_counter()
     menu = recipes(found.species[0].graph, levels=[level / 16 for level in range(16, 0, -1)])
     solved = time.perf_counter() - begin
-    print(f"{name}: captured in {captured:.2f} s ({len(found.species)} distinct), {len(menu)} recipes in {solved:.2f} s")
+    distinct = len(found.species)
+    print(
+        f"{name}: captured in {captured:.2f} s ({distinct} distinct), {len(menu)} recipes in {solved:.2f} s"
+    )
     del found
     begin = time.perf_counter()
     profile = remat.profile(model, batch, accumulate=True)
@@ -194,7 +199,10 @@ def workload(name: str, rounds: int, out: str | None) -> dict[str, Any]:
     def step() -> None:
         model(**batch).loss.backward()
 
-    methods: dict[str, Callable[[], Any]] = {"plain": _nothing, "transformers checkpointing": partial(switch, model)}
+    methods: dict[str, Callable[[], Any]] = {
+        "plain": _nothing,
+        "transformers checkpointing": partial(switch, model),
+    }
     for mode in ("attention", "every 2nd matmul", "all matmuls"):
         methods[f"selective, {mode}"] = partial(selective, model, mode)
     plans = {}
@@ -225,12 +233,16 @@ def workload(name: str, rounds: int, out: str | None) -> dict[str, Any]:
             row["predicted_peak_ratio"] = (plan.predicted_peak_bytes - resident) / row["peak"]
             row["fallbacks"] = fallbacks[label]
             note = (
-                f"predicted {row['predicted_time']:.3f}x, predicted/measured peak {row['predicted_peak_ratio']:.4f}, "
-                f"fallbacks {fallbacks[label]}"
+                f"predicted {row['predicted_time']:.3f}x, "
+                f"predicted/measured peak {row['predicted_peak_ratio']:.4f}, fallbacks {fallbacks[label]}"
             )
         low, _, high = row["quartiles"]
         spread = (high - low) / row["seconds"]
-        print(f"{name:<14}{label:<34}{row['time']:.3f}x  peak {row['share']:.3f}  quartiles {spread:.3f}  {note}", flush=True)
+        print(
+            f"{name:<14}{label:<34}{row['time']:.3f}x  peak {row['share']:.3f}  "
+            f"quartiles {spread:.3f}  {note}",
+            flush=True,
+        )
     for parameter in model.parameters():
         parameter.grad = None
     verification = remat.verify(model, batch, plans[first])
@@ -259,7 +271,9 @@ def main() -> None:
         "date": date.today().isoformat(),
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if CUDA else "cpu",
-        "workloads": {name: workload(name, options.rounds, options.out) for name in options.workloads.split(",")},
+        "workloads": {
+            name: workload(name, options.rounds, options.out) for name in options.workloads.split(",")
+        },
     }
     if options.out:
         with open(options.out, "w") as file:

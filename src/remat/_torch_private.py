@@ -95,7 +95,7 @@ def storage_ref(tensor: torch.Tensor) -> Hashable:
 
 
 def current_backward() -> int:
-    """A number for the backward pass that is running in this thread (also in its worker threads); -1: none."""
+    """A number for the backward pass that runs in this thread (also in its worker threads); -1: none."""
     return int(torch._C._current_graph_task_id())
 
 

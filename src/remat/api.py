@@ -110,11 +110,11 @@ def fit(
     verify. The plan is run once and its peak measured; if it is over, a tighter plan is made.
 
     `budget`: bytes, "16GiB", "16GB" or "80%" of the device, over the whole step; or `activations`: a share of
-    the step's own activation peak. Raises BudgetError (with `.needed` bytes) and leaves the model untouched if
-    that is out of reach.
+    the step's own activation peak. Raises BudgetError (with `.needed` bytes) and leaves the model untouched
+    if that is out of reach.
 
-    `allow`: "keep" and "recompute" give the same gradients to the bit. "chunk" computes head and loss in chunks,
-    so that the logits never exist as a whole: equal within rounding.
+    `allow`: "keep" and "recompute" give the same gradients to the bit. "chunk" computes head and loss in
+    chunks, so that the logits never exist as a whole: equal within rounding.
     """
     allowed = _actions(allow)
     request = _request(model, batch, loss, step, optimizer, accumulate, allowed)
@@ -229,8 +229,8 @@ def _fitted(
     check: bool,
     progress: Callable[[str], None],
 ) -> Handle:
-    """Plan, run the plan, and plan again by what it showed: tighter until its measured peak is within the budget,
-    or once looser where the prediction was too high."""
+    """Plan, run the plan, and plan again by what it showed: tighter until its measured peak is within the
+    budget, or once looser where the prediction was too high."""
     over, good = 0, None
     for _ in range(_TRIES):
         try:
@@ -256,8 +256,9 @@ def _fitted(
         over = excess
     if good is None:
         raise RematError(
-            f"no plan was found whose measured peak is within {format_bytes(budget_bytes)} after {_TRIES} tries; "
-            f"the last one peaked {format_bytes(over)} above its prediction: raise the budget by that much"
+            f"no plan was found whose measured peak is within {format_bytes(budget_bytes)} after {_TRIES} "
+            f"tries; the last one peaked {format_bytes(over)} above its prediction: "
+            "raise the budget by that much"
         )
     handle = apply(request.model, good[0], check=check)
     handle.measured = good[1]
@@ -282,8 +283,9 @@ def _plan_below(found: Profile, budget_bytes: int, over: int, allowed: tuple[Act
         needed = math.ceil((error.needed + over) * (1 + _MARGIN))
         _, _, rest = str(error).partition(". ")
         raise BudgetError(
-            f"budget {format_bytes(budget_bytes)}, but {format_bytes(needed)} ({needed} bytes) is the least this step "
-            f"can run in; raise the budget by {format_bytes(needed - budget_bytes)}. {rest}".strip(),
+            f"budget {format_bytes(budget_bytes)}, but {format_bytes(needed)} ({needed} bytes) is the least "
+            "this step can run in; "
+            f"raise the budget by {format_bytes(needed - budget_bytes)}. {rest}".strip(),
             needed=needed,
         ) from None
     return replace(made, budget_bytes=budget_bytes)

@@ -26,7 +26,7 @@ __all__ = ["Handle", "apply"]
 def apply(model: nn.Module, plan: Plan, *, check: bool = True) -> Handle:
     """Run this model as planned from now on, until `handle.remove()`; also a context manager.
 
-    `check` is the spot check of every replay (DESIGN: on by default, its cost is measured and small).
+    `check` is the spot check of every replay: on by default, since what it costs is small.
     """
     _refuse_stranger(model, plan)
     regions = _regions(plan, check)
@@ -35,7 +35,7 @@ def apply(model: nn.Module, plan: Plan, *, check: bool = True) -> Handle:
 
 
 class Handle:
-    """A plan at work on a model. `remove` takes everything off again; using it as a context does so at exit."""
+    """A plan at work on a model. `remove` takes everything off again; as a context it does so at exit."""
 
     def __init__(self, model: nn.Module, plan: Plan, installation: Installation) -> None:
         self.model = model
@@ -77,20 +77,21 @@ def _refuse_stranger(model: nn.Module, plan: Plan) -> None:
     profile = plan.profile
     if profile.environment.estimated:
         raise PlanError(
-            f"this plan is an estimate for {profile.environment.device_name}, made without the device: nothing "
-            "of it has run yet. It can be read, compared and saved, but not applied; on the device, "
+            f"this plan is an estimate for {profile.environment.device_name}, made without the device: "
+            "nothing of it has run yet. It can be read, compared and saved, but not applied; on the device, "
             f"remat.fit(model, batch, budget={plan.budget_bytes}) measures and confirms a plan"
         )
     if fingerprint(model) != profile.fingerprint:
         raise PlanError(
-            f"this plan was made for a {profile.model} with other parameters (fingerprint {profile.fingerprint}, "
-            f"this {type(model).__name__} has {fingerprint(model)}); make a plan for this model"
+            f"this plan was made for a {profile.model} with other parameters (fingerprint "
+            f"{profile.fingerprint}, this {type(model).__name__} has {fingerprint(model)}); "
+            "make a plan for this model"
         )
     ours, theirs = _release(torch.__version__), _release(profile.environment.torch_version)
     if ours != theirs:
         raise PlanError(
-            f"this plan was made with torch {theirs}, this is torch {ours}: operations and what autograd saves may "
-            "differ; make the plan again"
+            f"this plan was made with torch {theirs}, this is torch {ours}: operations and what autograd "
+            "saves may differ; make the plan again"
         )
 
 

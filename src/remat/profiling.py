@@ -36,8 +36,8 @@ from remat.records import (
     Segment,
     StepBytes,
 )
-from remat.run.chunk import chunk_head, find_head
 from remat.run.checkpoint import Options, run_checkpointed
+from remat.run.chunk import chunk_head, find_head
 from remat.run.install import installed_region
 from remat.run.quiet import quiet
 from remat.run.recipe import compile_recipe
@@ -100,8 +100,8 @@ def build_profile(request: Request, progress: Progress) -> Profile:
         found = survey(model, blocks, request.run, progress, measure)
         if not found.sightings:
             raise InputError(
-                f"{type(model).__name__} has no repeated blocks that this step calls; mark what should be planned "
-                'with remat.region("name", fn)'
+                f"{type(model).__name__} has no repeated blocks that this step calls; mark what should be "
+                'planned with remat.region("name", fn)'
             )
         release_cached(device)
         progress("measuring a step")
@@ -129,7 +129,7 @@ def build_profile(request: Request, progress: Progress) -> Profile:
 
 
 def _without(extra: float, seconds: float) -> float:
-    """The plain step's seconds from the frugal one's. Recomputing all takes about a third; timings are noisy."""
+    """The plain step's seconds from the frugal one's. Recomputing all takes a third; timings are noisy."""
     return max(seconds - extra, seconds / 2)
 
 
@@ -283,7 +283,7 @@ def _kind(species: Species, inputs: Inputs, device: torch.device, progress: Prog
 
 
 def _recipes(graph: RegionGraph, keep: Bench, device: torch.device) -> tuple[Recipe, ...]:
-    """Where the device waits for the host, a dropped tensor costs the host's work on it, whatever its size."""
+    """Where the device waits for the host, a dropped tensor costs the host's work, whatever its size."""
     levels = [level / _LEVELS for level in range(_LEVELS, 0, -1)]
     per_op = keep.host_seconds / (3 * len(graph.ops)) if device.type == "cuda" and keep.launch_bound else 0.0
     return recipes(graph, levels=levels, slot_seconds=_OPS_PER_SLOT * per_op)
@@ -291,8 +291,8 @@ def _recipes(graph: RegionGraph, keep: Bench, device: torch.device) -> tuple[Rec
 
 def _extra(measured: Bench, keep: Bench, replay_seconds: float, device: torch.device) -> float:
     """What an entry costs on top of keeping everything. On an accelerator as measured, but not less than most
-    of what its operations take alone: a difference of two timings is noisy. A host that also does other things
-    is noisier still: there the operations' own least times are summed."""
+    of what its operations take alone: a difference of two timings is noisy. A host that also does other
+    things is noisier still: there the operations' own least times are summed."""
     if device.type == "cpu":
         return replay_seconds
     return max(measured.seconds - keep.seconds, _LEAST_SHARE * replay_seconds)

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 __all__ = [
-    "Action", "Arg", "Const", "Entry", "Environment", "HeadChunks", "Kind", "Mode", "Op", "Phase", "Plan", "Profile",
-    "Recipe", "Ref", "RegionCall", "RegionGraph", "Role", "Saved", "Segment", "Source", "StepBytes", "Storage",
-    "Value",
+    "Action", "Arg", "Const", "Entry", "Environment", "HeadChunks", "Kind", "Mode", "Op", "Phase", "Plan",
+    "Profile", "Recipe", "Ref", "RegionCall", "RegionGraph", "Role", "Saved", "Segment", "Source",
+    "StepBytes", "Storage", "Value",
 ]  # fmt: skip
 
 SCHEMA_VERSION = 1
@@ -73,7 +73,7 @@ class Const:
     text: str
 
 
-Arg: TypeAlias = "None | bool | int | float | str | Ref | Const | tuple[Arg, ...]"
+Arg: TypeAlias = "bool | int | float | str | Ref | Const | tuple[Arg, ...] | None"
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Saved:
-    """One tensor that autograd saved: attribute `attribute` (item `item`) of node `node` of the region's graph.
+    """One tensor that autograd saved: `attribute` (item `item`) of node `node` of the region's graph.
 
     `order` counts backward: 0 is the first that backward asks for.
     """

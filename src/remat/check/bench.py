@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from remat.check.live import Meter
-from remat.trace.price import cuda_event
 from remat.trace.capture import entry_copies
+from remat.trace.price import cuda_event
 from remat.trees import tensors
 
 __all__ = ["Bench", "bench"]
@@ -28,8 +28,8 @@ _ROUNDS = 3
 @dataclass(frozen=True)
 class Bench:
     """`resident_bytes` counts everything that stays until backward except the inputs; the rest as in Entry.
-    `host_seconds` is how long the host takes to issue it all: where that is nearly all of `seconds`, the device
-    waits for the host."""
+    `host_seconds` is how long the host takes to issue it all: where that is nearly all of `seconds`, the
+    device waits for the host."""
 
     resident_bytes: int
     forward_peak_bytes: int
@@ -50,7 +50,7 @@ def bench(
     *,
     timed: bool = True,
 ) -> Bench:
-    """Run `call` on copies of `inputs`, forward and backward. Gradients of `modules` are cleared each time."""
+    """Run `call` on copies of `inputs`, forward and backward, gradients of `modules` cleared each time."""
     parameters = [p for module in modules for p in module.parameters()]
     with Meter(device) as meter:
         levels = _run(call, inputs, parameters, meter)
@@ -74,8 +74,8 @@ class _Levels:
 
 
 class _Exit(torch.autograd.Function):
-    """Takes a region's outputs without holding them, and starts its backward with gradients of its own making,
-    which nobody else holds either: as the next region in a step would."""
+    """Takes a region's outputs without holding them, and starts its backward with gradients of its own
+    making, which nobody else holds either: as the next region in a step would."""
 
     @staticmethod
     def forward(ctx: Any, begin: Callable[[], None], *outputs: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ _SIDE = 512  # the twin's parameters are 512 x 512
 
 @dataclass(frozen=True)
 class OptimizerBytes:
-    """`present` is there already, `state` will be there after the first step, `temporary` only during a step."""
+    """`present` is there already, `state` will be after the first step, `temporary` only during a step."""
 
     present: int
     state: int

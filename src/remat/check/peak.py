@@ -51,7 +51,7 @@ def step_peak(model: nn.Module, run: Callable[[], torch.Tensor], device: torch.d
 
 
 def release_cached(device: torch.device) -> None:
-    """Give free memory back to the device, so that what comes next does not find it in pieces of other sizes."""
+    """Give free memory back to the device: what comes next must not find it in pieces of other sizes."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()

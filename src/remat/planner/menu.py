@@ -1,6 +1,6 @@
 """Recipes for one region: which storages stay, and which operations rebuild the rest.
 
-A small mixed-integer program per region (DESIGN.md 4.3), after the idea of Checkmate (Jain et al., 2020) but
+A small mixed-integer program per region, after the idea of Checkmate (Jain et al., 2020) but
 per saved tensor and per storage instead of per layer, and without a schedule of its own: a replay runs once,
 on demand, in backward. `keep_s` and `offload_s <= keep_s` for a storage, `replay_o` for an operation; a value
 is at hand if it is free, if its storage is kept and still shows it (`held`), or if its producer is replayed.
@@ -181,7 +181,7 @@ class _Model:
         return Bounds(lower, upper)
 
     def fastest(self) -> Floats:
-        """Objective: seconds of replay and of dropping; among equals fewer operations, fewer transfers, fewer bytes."""
+        """Seconds of replay and of dropping; among equals fewer operations, fewer transfers, fewer bytes."""
         seconds = np.array([op.seconds for op in self.graph.ops], dtype=np.float64)
         scale = _SECONDS_SCALE / max(float(seconds.sum()), 1e-12)
         share = self.charges / self.total_bytes

@@ -28,7 +28,8 @@ def schedule(
 ) -> Plan:
     """The fastest plan whose simulated peak is within the budget.
 
-    With Action.CHUNK, and a profile that measured it, head and loss run in chunks where that is faster. A budget that holds the untouched step gives exactly that. Raises BudgetError, with the least budget that
+    With Action.CHUNK, and a profile that measured it, head and loss run in chunks where that is faster. A
+    budget that holds the untouched step gives exactly that. Raises BudgetError, with the least budget that
     works in `.needed`, if there is no plan, or none that takes at most `max_seconds`.
     """
     allowed = tuple(dict.fromkeys(allow))

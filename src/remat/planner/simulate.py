@@ -150,7 +150,7 @@ def unread_outputs(profile: Profile) -> tuple[dict[int, int], ...]:
 
 
 def held_bytes(entry: Entry, unread: dict[int, int]) -> int:
-    """What a call holds in this entry, from its forward to its backward, boundary tensors read by others aside."""
+    """What a call holds in this entry from forward to backward, boundary tensors read by others aside."""
     return entry.resident_bytes + sum(unread.get(position, 0) for position in entry.holds_outputs)
 
 

@@ -113,7 +113,7 @@ class _Keep(torch.autograd.Function):
 
 
 def _stash(tensors: list[Tensor]) -> Tensor:
-    """A tensor whose node holds these. The node alone is not enough: torch 2.11 empties it with its tensor."""
+    """A tensor whose node holds these. The node is not enough: torch 2.11 empties it with its tensor."""
     anchor = torch.empty(0, requires_grad=True)
     with torch.enable_grad():
         return _Keep.apply(anchor, *tensors)  # type: ignore[no-any-return, no-untyped-call]

@@ -40,10 +40,8 @@ class Installation:
         self._undo.close()
 
 
-def install(
-    model: nn.Module, regions: Sequence[PlannedRegion], *, head: str | None = None
-) -> Installation:
-    """Put these regions on the model, and the head of that name in chunks; on an error nothing stays behind."""
+def install(model: nn.Module, regions: Sequence[PlannedRegion], *, head: str | None = None) -> Installation:
+    """Put these regions on the model, and that head in chunks; on an error nothing stays behind."""
     installation = Installation()
     try:
         installation.enter(quiet(model))

@@ -28,8 +28,8 @@ __all__ = ["Program", "Slot", "compile_recipe"]
 _DEEPEST_CHAIN = 300  # nested calls of generated functions; Python allows about 1,000
 
 
-# Bindings that Python reaches faster than the operator itself; called with the same arguments, below autograd,
-# they dispatch to the very same kernel.
+# Bindings that Python reaches faster than the operator itself; called with the same arguments, below
+# autograd, they dispatch to the very same kernel.
 _FAST: dict[str, Callable[..., Any]] = {
     "aten.add.Tensor": torch.add,
     "aten.addmm.default": torch.addmm,
@@ -55,8 +55,8 @@ _FAST: dict[str, Callable[..., Any]] = {
 }
 
 
-# Where a mode looks on (capture, fake tensors), reshape makes a view; otherwise an alias: the same values, edges
-# and saved tensors under another name.
+# Where a mode looks on (capture, fake tensors), reshape makes a view; otherwise an alias: the same values,
+# edges and saved tensors under another name.
 _SAME_NODE = {"ViewBackward0": "ReshapeAliasBackward0", "ReshapeAliasBackward0": "ViewBackward0"}
 
 
@@ -301,7 +301,7 @@ class _Compiler:
                 self.memo[value] = len(self.memo)
 
     def _checked(self, dropped: list[Saved]) -> set[int]:
-        """Slots that together rest on every replayed operation: a wrong number anywhere shows in one of them."""
+        """Slots that together rest on every replayed operation: a wrong number shows in one of them."""
         covered: set[int] = set()
         chosen = set()
         for number, saved in enumerate(dropped):  # backward asks for the end of a chain first
@@ -336,7 +336,7 @@ class _Compiler:
         return text if at == value else self._view(text, at, value)
 
     def _view(self, text: str, base: int, value: int) -> str:
-        """Any view of plain memory is one as_strided; offsets are relative, since a run may start elsewhere."""
+        """Any view of plain memory is one as_strided; offsets are relative: a run may start elsewhere."""
         below, above = self.graph.values[base], self.graph.values[value]
         shift = above.offset - below.offset
         if shift == 0:
@@ -473,7 +473,8 @@ class _Compiler:
                     near = distance.format(a=a, b=b, shift=shift)
                     apart = f"{memory.format(a)} != {memory.format(b)}"
                     self.lines.append(
-                        f"    if {near} or {apart}: return 'inputs {a} and {b} do not share memory as captured'"
+                        f"    if {near} or {apart}: "
+                        f"return 'inputs {a} and {b} do not share memory as captured'"
                     )
         written = {v.storage for v in values if v.epoch and storages[v.storage].role is Role.INPUT}
         if written and len(groups) > 1:

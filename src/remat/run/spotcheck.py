@@ -121,7 +121,7 @@ class SpotCheck:
         return [flag for _, flag in self._wrong]
 
     def describe(self) -> str | None:
-        """The sentence for the first tensor that differs, in the order of the forward pass; None: none does."""
+        """The sentence for the first tensor that differs, in the order of forward; None: none does."""
         expected, found = self.samples()
         wrong = [place for place, flag in self._wrong if bool(flag)]
         start = 0
@@ -148,7 +148,8 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
         tensor = torch.view_as_real(tensor.resolve_conj())
     if _is_dense(tuple(tensor.shape), tensor.stride()) and not tensor.is_neg():
         flat = tensor.as_strided((tensor.numel(),), (1,))
-        words = flat.numel() * flat.element_size() % 8 == 0 and flat.storage_offset() * flat.element_size() % 8 == 0
+        size, offset = flat.element_size(), flat.storage_offset()
+        words = flat.numel() * size % 8 == 0 and offset * size % 8 == 0
         if words and flat.numel():
             return (flat.view(torch.uint8) if flat.dtype is torch.bool else flat).view(torch.int64).sum()
     if tensor.is_floating_point():
@@ -188,8 +189,8 @@ def _read(backward: int) -> None:
         return
     more = f" {len(sentences) - 1} more regions differ too." if len(sentences) > 1 else ""
     raise RecomputeError(
-        f"{sentences[-1]}{more} The gradients of this step are wrong and must not be used: call zero_grad() and "
-        "run the step again; the region now recomputes as a whole."
+        f"{sentences[-1]}{more} The gradients of this step are wrong and must not be used: call zero_grad() "
+        "and run the step again; the region now recomputes as a whole."
     )
 
 

@@ -65,7 +65,9 @@ class Report:
         head = self.plan.profile.head
         chunks = []
         if self.plan.profile.chunked and head is not None:
-            chunks = [f"{head.head} and the loss run in chunks: gradients equal within rounding, not to the bit"]
+            chunks = [
+                f"{head.head} and the loss run in chunks: gradients equal within rounding, not to the bit"
+            ]
         return [*chunks, *self.plan.profile.notes, *self.plan.notes]
 
     def _measured_lines(self) -> list[str]:

@@ -111,7 +111,7 @@ def _into_load(graph: RegionGraph, index: int) -> Fold:
 
 
 def _widening(graph: RegionGraph, index: int) -> Fold:
-    """cast up -> mul(x, 1.0, out=wide): the same values from a kernel that is vectorised where the cast is not."""
+    """cast up -> mul(x, 1.0, out=wide): the same values, by a kernel that is vectorised; the cast is not."""
     cast = graph.ops[index]
     if not _is_cast(cast) or not _narrows(graph, cast.outputs[0], cast.inputs[0]):
         return _NONE

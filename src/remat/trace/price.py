@@ -63,7 +63,9 @@ def seconds_of(capture: Capture, op: Op) -> float:
 
     def run() -> None:
         for place, value in written:  # what a replay gives it to write to
-            before = None if op.name in OVERWRITES else args[place] if place < len(args) else kwargs[names[place]]
+            before = (
+                None if op.name in OVERWRITES else args[place] if place < len(args) else kwargs[names[place]]
+            )
             fresh = twin(value, before, device)
             if place < len(args):
                 function(*args[:place], fresh, *args[place + 1 :], **kwargs)

@@ -34,8 +34,8 @@ _STATISTICS = {"running_mean", "running_var"}
 _COLLECTIVES = {"c10d", "c10d_functional", "_c10d_functional"}
 _UNINITIALISED = ("empty", "new_empty")
 _DATA_DEPENDENT = {
-    "_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2", "bincount", "unique_consecutive",
-    "repeat_interleave", "nonzero_static",
+    "_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2", "bincount",
+    "unique_consecutive", "repeat_interleave", "nonzero_static",
 }  # fmt: skip
 _LIFTED = {"lift_fresh", "lift", "lift_fresh_copy"}
 # Their second result is a workspace that only their own backward understands.
@@ -85,7 +85,7 @@ class RawStorage:
     epoch: int = 0
 
 
-class _NotEncodable(Exception):
+class _NotEncodableError(Exception):
     pass
 
 
@@ -115,7 +115,7 @@ class _Encoder:
             return Const("memory_format", str(arg).removeprefix("torch."))
         if isinstance(arg, complex):
             return Const("complex", repr(arg))
-        raise _NotEncodable(type(arg).__name__)
+        raise _NotEncodableError(type(arg).__name__)
 
 
 class Recorder(TorchDispatchMode):
@@ -152,8 +152,8 @@ class Recorder(TorchDispatchMode):
     def key(self, tensor: torch.Tensor, role: Role = Role.FOREIGN) -> Key:
         storage = self.storage_of(tensor, role)
         return (
-            storage, self.storages[storage].epoch, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(),
-            tensor.dtype, int(tensor.is_conj()) | int(tensor.is_neg()) << 1,
+            storage, self.storages[storage].epoch, tensor.storage_offset(), tuple(tensor.shape),
+            tensor.stride(), tensor.dtype, int(tensor.is_conj()) | int(tensor.is_neg()) << 1,
         )  # fmt: skip
 
     def find(self, tensor: torch.Tensor) -> int | None:
@@ -189,7 +189,7 @@ class Recorder(TorchDispatchMode):
         try:
             plain_args = tuple(encoder.encode(arg) for arg in args)
             plain_kwargs = tuple((name, encoder.encode(arg)) for name, arg in kwargs.items())
-        except _NotEncodable as error:
+        except _NotEncodableError as error:
             plain_args, plain_kwargs, reason = (), (), f"argument of type {error}"
         written = _written_arguments(func, args, kwargs)
         result = func(*args, **kwargs)

@@ -1,10 +1,10 @@
 """The regions of one training step: which calls there are, which of them are alike, and how the step's memory
 moves while every region recomputes as a whole.
 
-Nothing here needs the plain step's memory. `survey` runs forward twice with every region checkpointed: once to
-see which tensors pass between regions, once to capture each region where it stands (and to measure it there,
-so that no region's inputs need to be kept for later). `timeline` runs one whole step in that frugal way and
-reads the meter at every region's entry and exit, forward and backward.
+Nothing here needs the plain step's memory. `survey` runs forward twice with every region checkpointed: once
+to see which tensors pass between regions, once to capture each region where it stands (and to measure it
+there, so that no region's inputs need to be kept for later). `timeline` runs one whole step in that
+frugal way and reads the meter at every region's entry and exit, forward and backward.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ def survey(
     progress: Progress,
     measure: Measure | None = None,
 ) -> Survey:
-    """Run forward twice, every region checkpointed. `measure(species, args, kwargs)` is called for each distinct
-    region, in the middle of forward, with the arguments that it is about to be called with."""
+    """Run forward twice, every region checkpointed. `measure(species, args, kwargs)` is called for each
+    distinct region, in the middle of forward, with the arguments that it is about to be called with."""
     found = _Sights(model).run(blocks, run)
     _Captures(model, found, progress, measure).run(blocks, run)
     return found
@@ -196,7 +196,7 @@ class _Sights:
 
 
 class _Captures:
-    """Second run: each distinct region captured where it is called first, and compared where it is called again."""
+    """Second run: each distinct region is captured at its first call, and compared at the next ones."""
 
     def __init__(self, model: nn.Module, found: Survey, progress: Progress, measure: Measure | None) -> None:
         self._model = model
@@ -216,8 +216,8 @@ class _Captures:
         self._calls += 1
         if index >= len(self._found.sightings) or self._found.sightings[index].name != name:
             raise CaptureError(
-                f"the step called {name} where it had called another region before; its control flow depends on "
-                "chance, so its regions cannot be told apart: fix the random choice while fitting"
+                f"the step called {name} where it had called another region before; its control flow depends "
+                "on chance, so its regions cannot be told apart: fix the random choice while fitting"
             )
         sighting = self._found.sightings[index]
         species = self._species(sighting, args, kwargs)
@@ -391,7 +391,7 @@ class _Clock:
 
     def _segments(self, start: int) -> tuple[Segment, ...]:
         segments: list[Segment] = []
-        level, gradients, inside = start, 0, -1
+        level, inside = start, -1
         for mark in self._marks:
             call = inside
             if not mark.begins and mark.call >= 0:
@@ -407,7 +407,7 @@ class _Clock:
                     label="" if call >= 0 else _glue_label(segments, mark),
                 )
             )
-            level, gradients = mark.current_bytes, mark.gradient_bytes
+            level = mark.current_bytes
             inside = mark.call if mark.begins else -1
         return tuple(segments)
 

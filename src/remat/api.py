@@ -188,10 +188,16 @@ def _request(
 
 def _actions(allow: Sequence[Action | str]) -> tuple[Action, ...]:
     try:
-        return tuple(Action(action) for action in allow)
+        actions = tuple(Action(action) for action in allow)
     except ValueError:
-        names = ", ".join(action.value for action in Action)
+        names = ", ".join(action.value for action in Action if action is not Action.OFFLOAD)
         raise InputError(f"allow={list(allow)!r}: the actions are {names}") from None
+    if Action.OFFLOAD in actions:
+        raise InputError(
+            'allow contains "offload", which plans cannot use yet; leave it out. By hand, '
+            "remat.enable(model, offload=True) keeps the inputs of regions on the host"
+        )
+    return actions
 
 
 def _check_budget_arguments(budget: int | str | None, activations: float | None) -> None:

@@ -45,7 +45,7 @@ def from_json(cls: type[T], text: str) -> T:
         )
     try:
         return typing.cast(T, _decode(cls, data))
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise PlanError(f"the {cls.__name__.lower()} file is damaged: {error!r}; make it again") from error
 
 

@@ -179,7 +179,7 @@ class _Estimate:
             parameter.grad = None
         clock = _clock(self.target)
         with Meter(_HOST) as meter, clock:
-            segments = timeline(self.model, blocks, self.run, meter)
+            segments = timeline(self.model, blocks, self.run, meter, found.sightings)
         calls = tuple(region_call(sighting) for sighting in found.sightings)
         references = [kinds[call.kind].menu[kinds[call.kind].reference] for call in calls]
         return Profile(

@@ -105,8 +105,8 @@ def build_profile(request: Request, progress: Progress) -> Profile:
             )
         release_cached(device)
         progress("measuring a step")
-        segments, seconds = _whole_step(request, blocks, device)
-        chunks = _chunked_step(request, blocks, device, progress) if request.chunk else None
+        segments, seconds = _whole_step(request, blocks, found, device)
+        chunks = _chunked_step(request, blocks, found, device, progress) if request.chunk else None
     calls = tuple(region_call(sighting) for sighting in found.sightings)
     extra = sum(kinds[c.kind].menu[kinds[c.kind].reference].extra_seconds for c in calls)
     if chunks is not None:
@@ -134,7 +134,7 @@ def _without(extra: float, seconds: float) -> float:
 
 
 def _whole_step(
-    request: Request, blocks: Sequence[Block], device: torch.device
+    request: Request, blocks: Sequence[Block], found: Survey, device: torch.device
 ) -> tuple[tuple[Segment, ...], float]:
     """Timeline and seconds of the step with every region recomputed as a whole."""
     _frugal_step(request.model, blocks, request.run)
@@ -142,22 +142,22 @@ def _whole_step(
     for parameter in request.model.parameters():
         parameter.grad = None
     with Meter(device) as meter:
-        return timeline(request.model, blocks, request.run, meter), seconds
+        return timeline(request.model, blocks, request.run, meter, found.sightings), seconds
 
 
 def _chunked_step(
-    request: Request, blocks: Sequence[Block], device: torch.device, progress: Progress
+    request: Request, blocks: Sequence[Block], found: Survey, device: torch.device, progress: Progress
 ) -> HeadChunks | None:
     """The same with the head in chunks; None if there is no head, or it did not come to that."""
-    found = find_head(request.model)
-    if found is None:
+    head = find_head(request.model)
+    if head is None:
         return None
     progress("measuring a step with head and loss in chunks")
-    with chunk_head(request.model, head=found[0]) as handle:
-        segments, seconds = _whole_step(request, blocks, device)
+    with chunk_head(request.model, head=head[0]) as handle:
+        segments, seconds = _whole_step(request, blocks, found, device)
         if not handle.counts.losses or handle.counts.materialised:
             return None
-    return HeadChunks(found[0], segments, seconds)
+    return HeadChunks(head[0], segments, seconds)
 
 
 def _frugal_step(model: nn.Module, blocks: Sequence[Block], run: Callable[[], torch.Tensor]) -> float:

@@ -28,6 +28,7 @@ from remat.trace.capture import Capture, capture
 from remat.trace.discover import Block
 from remat.trace.fold import folded
 from remat.trace.price import price
+from remat.trace.record import has_storage
 from remat.trace.selfcheck import checked
 from remat.trees import signature, tensors
 
@@ -173,6 +174,10 @@ class _Sights:
         """A number per storage that passes between regions."""
         numbers = []
         for tensor in found:
+            if not has_storage(tensor):  # sparse: nothing of its memory is planned
+                numbers.append(len(self._result.boundary_bytes))
+                self._result.boundary_bytes.append(0)
+                continue
             storage = tensor.untyped_storage()
             known = self._boundary.get(storage._cdata)
             if known is None or known[0]() is not storage:
@@ -323,15 +328,30 @@ class _Mark:
 
 
 def timeline(
-    model: nn.Module, blocks: Sequence[Block], run: Callable[[], torch.Tensor], meter: Meter
+    model: nn.Module,
+    blocks: Sequence[Block],
+    run: Callable[[], torch.Tensor],
+    meter: Meter,
+    sightings: Sequence[Sighting] = (),
 ) -> tuple[Segment, ...]:
-    """One step, forward and backward, every region checkpointed: the level at every border of a region."""
-    return _Clock(model, meter).run(blocks, run)
+    """One step, forward and backward, every region checkpointed: the level at every border of a region.
+
+    `sightings` are those of the survey, in the same order: a region's backward ends when the gradients of its
+    own inputs are there. An input that others read as well gets its gradient when the last of them is done.
+    """
+    return _Clock(model, meter, [_not_its_own(sighting) for sighting in sightings]).run(blocks, run)
+
+
+def _not_its_own(sighting: Sighting) -> frozenset[int]:
+    """Inputs that other regions read too, or that it only hands on: gradients come to them from elsewhere."""
+    handed_on = {place for place, boundary in enumerate(sighting.inputs) if boundary in sighting.outputs}
+    return sighting.shared | handed_on
 
 
 class _Clock:
-    def __init__(self, model: nn.Module, meter: Meter) -> None:
+    def __init__(self, model: nn.Module, meter: Meter, elsewhere: Sequence[frozenset[int]]) -> None:
         self._model = model
+        self._elsewhere = elsewhere
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._meter = meter
         self._marks: list[_Mark] = []
@@ -367,7 +387,9 @@ class _Clock:
         return output
 
     def _watch_backward(self, call: int, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
-        waiting = {place for place, tensor in enumerate(inputs) if tensor.requires_grad}
+        elsewhere = self._elsewhere[call] if call < len(self._elsewhere) else frozenset()
+        wanted = {place for place, tensor in enumerate(inputs) if tensor.requires_grad}
+        waiting = wanted - elsewhere or wanted
         begun: list[bool] = []
 
         def begin(_: Any) -> None:

@@ -450,3 +450,33 @@ def test_enable_inside_a_checkpoint_of_the_users_own() -> None:
     for name, parameter in case.model.named_parameters():
         assert torch.equal(parameter.grad, expected[f"gradient of {name}"])
     assert all("inside another checkpoint" in row.why for row in status(case.model).rows)
+
+
+def test_python_and_numpy_chance_is_the_same_when_a_block_runs_again() -> None:
+    """Stochastic depth by Python's generator: a recomputation that drew anew would take other branches."""
+    import random
+
+    import numpy
+
+    class Chancy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x).tanh() * (1 + random.random())
+            return x + y if numpy.random.rand() < 0.5 else x - y
+
+    def gradients(model: nn.Module) -> list[Tensor]:
+        random.seed(7)
+        numpy.random.seed(7)
+        model(x).square().sum().backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Chancy() for _ in range(8))), torch.randn(4, 8)
+    expected = gradients(copy.deepcopy(model))
+    after = random.random()
+    enable(model)
+    assert all(torch.equal(a, b) for a, b in zip(expected, gradients(model), strict=True))
+    assert random.random() == after

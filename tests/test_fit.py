@@ -393,3 +393,29 @@ def test_a_large_vocabulary_fits_by_chunking_the_head() -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-7)
     handle.remove()
     assert not [module for module in given.model.modules() if "forward" in module.__dict__]
+
+
+def test_a_tensor_made_in_inference_mode_may_go_into_a_region() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+            return (self.linear(x) + shift).sin().exp().tanh()
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(6))
+            with torch.inference_mode():
+                self.shift = torch.randn(32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x, self.shift)
+            return x
+
+    model, x = Net(), torch.randn(64, 32)
+    handle = remat.fit(model, x, activations=0.7, loss=squared)
+    assert handle.regions

@@ -20,7 +20,7 @@ from models import ZOO, Case, MlpBlock, squared
 from planning import LEAST, Planned, assert_equal, bits_of, fallbacks, on, regions_at, survey_of, train
 from remat.errors import RecomputeError
 from remat.records import Mode
-from remat.run.region import Frame, Holder
+from remat.run.holders import Frame, Holder
 
 
 class Block(nn.Module):

@@ -25,7 +25,7 @@ from remat._torch_private import StopRecomputation, active_saved_tensors_hooks, 
 from remat.errors import InputError, RecomputeError
 from remat.run.inputs import Inputs
 from remat.run.meter import SavedBytes
-from remat.run.rng import RandomState, restored
+from remat.run.rng import RandomState, SameChance, restored
 from remat.run.state import ModuleState, modules_of, norms_behind, untouched_statistics
 
 __all__ = [
@@ -211,6 +211,7 @@ class _Call:
         observer: Observer | None,
     ) -> None:
         self._fn = fn
+        self._run = SameChance(fn)
         self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self._inputs = inputs
         self._options = options
@@ -251,7 +252,7 @@ class _Call:
                 raise _mismatch(name, error) from None
 
         with saved_tensors_hooks(pack if saved is None else counted_pack, checked_unpack):
-            return self._fn(*args, **kwargs)
+            return self._run(*args, **kwargs)
 
     def settle(self) -> None:
         """Forward is over: keep only what a recomputation needs."""
@@ -284,7 +285,7 @@ class _Call:
             finish = _RunOn(self._exit)
             stack.enter_context(finish.hooks())
             try:
-                self._fn(*args, **kwargs)
+                self._run(*args, **kwargs)
             except CheckpointError as error:
                 raise _mismatch(self.name, error) from None
             except (StopRecomputation, RecomputeError):

@@ -17,7 +17,8 @@ from torch import nn
 from remat.run.chunk import chunk_head
 from remat.run.functions import install_function, remove_function
 from remat.run.quiet import quiet
-from remat.run.region import ModuleTap, PlannedRegion
+from remat.run.region import PlannedRegion
+from remat.run.taps import ModuleTap
 from remat.run.wrap import unwrap, wrap
 
 __all__ = ["Installation", "install", "installed_region"]

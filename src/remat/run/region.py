@@ -11,42 +11,28 @@ forwards before a backward, retain_graph, a forward that is never backwarded and
 
 from __future__ import annotations
 
-import random
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 
 from remat._torch_private import active_saved_tensors_hooks, in_functorch
-from remat.errors import RecomputeError
 from remat.records import Mode
 from remat.run.checkpoint import Options, needs_gradients, run_checkpointed
-from remat.run.recipe import Program, Slot
+from remat.run.holders import Counts, Frame, Holder, unpack
+from remat.run.recipe import Program
 from remat.run.replay import replaying
 from remat.run.same import same_bits
 from remat.run.spotcheck import SpotCheck
+from remat.run.taps import NOTHING, Passing, open_taps
 from remat.run.wrap import RegionStatus
 from remat.trees import describe_call, tensors
 
 __all__ = ["PlannedRegion", "Variant"]
 
 _FALLBACKS_BEFORE_FULL = 3  # mismatches after which a region recomputes as a whole
-
-
-@dataclass
-class Counts:
-    """What a region did. `rebuilt` and `recomputed` count since the last forward that followed a backward."""
-
-    calls: int = 0
-    rebuilt: int = 0
-    fallbacks: int = 0
-    why: str = ""
-    in_backward: bool = False
-    steps: int = 0  # forwards that followed a backward
 
 
 @dataclass(frozen=True)
@@ -59,174 +45,7 @@ class Variant:
     resident_bytes: int = 0
 
 
-class Frame:
-    """One forward of a region, as far as its backward is concerned. Held by its holders alone."""
-
-    __slots__ = ("check", "counts", "device_type", "memo", "name", "program", "versions")
-
-    def __init__(self, name: str, counts: Counts, program: Program, kept: Sequence[torch.Tensor]) -> None:
-        self.name = name
-        self.counts = counts
-        self.program = program
-        self.memo: list[Any] = [None] * program.memo_size
-        self.versions = [tensor._version for tensor in kept]
-        self.device_type = program.device.type
-        self.check: SpotCheck | None = None
-
-
-class Holder:
-    """Stands in an autograd node where a saved tensor was."""
-
-    __slots__ = ("frame", "place", "slot", "sources", "tensor", "version")
-
-    def __init__(self, frame: Frame, place: int, slot: Slot, sources: list[Any]) -> None:
-        self.frame, self.place, self.slot, self.sources = frame, place, slot, sources
-        self.tensor: torch.Tensor | None = None
-        self.version = 0
-
-    def pack(self, tensor: torch.Tensor) -> Holder:
-        self.tensor = tensor
-        return self
-
-    def is_as_captured(self) -> bool:
-        tensor, slot = self.tensor, self.slot
-        return (
-            tensor is not None
-            and tensor.dtype is slot.dtype
-            and tensor.shape == slot.shape
-            and tensor.stride() == slot.stride
-        )
-
-    def keep(self) -> None:
-        """Hold the tensor after all, and watch its version: autograd does not where there are hooks."""
-        if self.tensor is not None:
-            self.version = self.tensor._version
-
-    def kept(self) -> torch.Tensor:
-        assert self.tensor is not None
-        if self.tensor._version != self.version:
-            raise RuntimeError(
-                f"region {self.frame.name}: one of the variables needed for gradient computation has been "
-                f"modified by an inplace operation: {self.slot.label} ({self.slot.source}) is at version "
-                f"{self.tensor._version}; expected version {self.version} instead"
-            )
-        return self.tensor
-
-
-def _rebuilt(holder: Holder, frame: Frame, slot: Slot) -> torch.Tensor:
-    tensor = slot.rebuild(holder.sources, frame.memo)
-    if slot.checked and frame.check is not None:
-        frame.check.see(holder.place, tensor)
-    return tensor
-
-
-def unpack(holder: Holder) -> torch.Tensor:
-    """What autograd calls when it wants the saved tensor back."""
-    if holder.tensor is not None:
-        return holder.kept()
-    frame, sources, slot = holder.frame, holder.sources, holder.slot
-    for number in slot.needs:
-        if sources[number]._version != frame.versions[number]:
-            raise RecomputeError(
-                f"region {frame.name}: {frame.program.kept[number]}, from which {slot.label} ({slot.source}) "
-                f"is rebuilt, was modified in place after the forward pass (version "
-                f"{sources[number]._version}, expected {frame.versions[number]}); "
-                "clone it before writing to it"
-            )
-    if torch.is_grad_enabled() or torch.is_autocast_enabled(frame.device_type):
-        with replaying():  # create_graph, or backward inside autocast
-            tensor = _rebuilt(holder, frame, slot)
-    else:
-        tensor = _rebuilt(holder, frame, slot)
-    frame.counts.rebuilt += 1
-    frame.counts.in_backward = True
-    return tensor
-
-
-# ------------------------------------------------------------------- values seen passing between submodules
-
-_open = threading.local()
-
-
-class Passing(dict[tuple[str, str, int], list[torch.Tensor]]):
-    """(submodule, "module_input" or "module_output", number of the call) -> tensors, of one forward."""
-
-    __slots__ = ("calls",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: dict[tuple[ModuleTap, str], int] = {}
-
-    def note(self, tap: ModuleTap, kind: str, tree: Any) -> None:
-        # Counted per tap: a submodule that several regions share has a tap of each, under the same name.
-        call = self.calls.get((tap, kind), 0)
-        self.calls[tap, kind] = call + 1
-        self[tap.name, kind, call] = [tensor.detach() for tensor in tensors(tree)]
-
-
-_NOTHING = Passing()  # of a region whose recipe reads nothing of the kind
-
-
-def _taps() -> list[Passing]:
-    if not hasattr(_open, "taps"):
-        _open.taps = []
-    return _open.taps  # type: ignore[no-any-return]
-
-
-class ModuleTap:
-    """Notes what goes in and out of a submodule while a region that reads it is running."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        for seen in _taps()[-1:]:
-            seen.note(self, "module_input", (args, kwargs))
-
-    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        for seen in _taps()[-1:]:
-            seen.note(self, "module_output", output)
-
-
 # -------------------------------------------------------------------------------------------- the region
-
-
-class SameChance:
-    """A forward that draws the same from Python's and numpy's generators when it runs again."""
-
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self._forward = forward
-        self._runs = 0
-        self._entry: tuple[Any, Any] | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._runs += 1
-        if self._runs > 1 and self._entry is None:  # it did not draw
-            return self._forward(*args, **kwargs)
-        before = _generators()
-        if self._entry is not None:
-            _set_generators(self._entry)
-        try:
-            return self._forward(*args, **kwargs)
-        finally:
-            if self._entry is not None:
-                _set_generators(before)
-            elif not _same_generators(before, _generators()):
-                self._entry = before
-
-
-def _generators() -> tuple[Any, Any]:
-    return random.getstate(), numpy.random.get_state()
-
-
-def _set_generators(state: tuple[Any, Any]) -> None:
-    random.setstate(state[0])
-    numpy.random.set_state(state[1])
-
-
-def _same_generators(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
-    same = a[0] == b[0] and a[1][2:] == b[1][2:]
-    return same and bool(numpy.array_equal(a[1][1], b[1][1]))
 
 
 class Owners:
@@ -299,7 +118,7 @@ class PlannedRegion:
             options = Options(name=self.name)
             if self.tower == "functions":  # what stands behind a function is found by looking into it
                 return run_checkpointed(forward, args, kwargs, options)
-            return run_checkpointed(SameChance(forward), args, kwargs, options, (module,))
+            return run_checkpointed(forward, args, kwargs, options, (module,))
         if active_saved_tensors_hooks() is not None:
             self._fall_back("another saved-tensor hook is active (an outer checkpoint, save_on_cpu)")
             return forward(*args, **kwargs)
@@ -325,11 +144,11 @@ class PlannedRegion:
         kwargs: dict[str, Any],
         inputs: list[torch.Tensor],
     ) -> Any:
-        seen = _NOTHING
+        seen = NOTHING
         if not program.modules:
             output = forward(*args, **kwargs)
         else:
-            seen, taps = Passing(), _taps()
+            seen, taps = Passing(), open_taps()
             taps.append(seen)
             try:
                 output = forward(*args, **kwargs)

@@ -1,14 +1,18 @@
-"""Random state of a region: the generators of the CPU and of the devices that the region works on."""
+"""Random state of a region: torch's generators, of the CPU and of the devices that the region works on, and
+those of Python and numpy."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator
+import random
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import numpy
 import torch
 
-__all__ = ["RandomState", "restored"]
+__all__ = ["RandomState", "SameChance", "restored"]
 
 
 class RandomState:
@@ -50,3 +54,41 @@ def restored(state: RandomState | None) -> Iterator[None]:
         yield
     finally:
         before.set()
+
+
+class SameChance:
+    """A forward that draws the same from Python's and numpy's generators when it runs again."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = forward
+        self._runs = 0
+        self._entry: tuple[Any, Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._runs += 1
+        if self._runs > 1 and self._entry is None:  # it did not draw
+            return self._forward(*args, **kwargs)
+        before = _generators()
+        if self._entry is not None:
+            _set_generators(self._entry)
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            if self._entry is not None:
+                _set_generators(before)
+            elif not _same_generators(before, _generators()):
+                self._entry = before
+
+
+def _generators() -> tuple[Any, Any]:
+    return random.getstate(), numpy.random.get_state()
+
+
+def _set_generators(state: tuple[Any, Any]) -> None:
+    random.setstate(state[0])
+    numpy.random.set_state(state[1])
+
+
+def _same_generators(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
+    same = a[0] == b[0] and a[1][2:] == b[1][2:]
+    return same and bool(numpy.array_equal(a[1][1], b[1][1]))

@@ -160,12 +160,12 @@ class _Sights:
         sighting = Sighting(name, number, tower, module, forward, self._boundaries(inputs), ())
         self._result.sightings.append(sighting)
         self._versions.append([])
-        before = [tensor._version for tensor in inputs]
+        before = [_version(tensor) for tensor in inputs]
         output = frugally(name, module, forward, args, kwargs)
         self._versions[index] = [
             (place, tensor, version)
             for place, (tensor, version) in enumerate(zip(inputs, before, strict=True))
-            if tensor._version == version  # a write by the region itself is part of its capture
+            if _version(tensor) == version  # a write by the region itself is part of its capture
         ]
         self._result.sightings[index] = replace(sighting, outputs=self._boundaries(tensors(output)))
         return output
@@ -194,10 +194,14 @@ class _Sights:
                 readers.setdefault(boundary, set()).add(index)
         for index, sighting in enumerate(self._result.sightings):
             written = frozenset(
-                p for p, tensor, version in self._versions[index] if tensor._version != version
+                p for p, tensor, version in self._versions[index] if _version(tensor) != version
             )
             shared = frozenset(p for p, b in enumerate(sighting.inputs) if len(readers[b]) > 1)
             self._result.sightings[index] = replace(sighting, written_later=written, shared=shared)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # those cannot be written
 
 
 class _Captures:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from remat.errors import RecomputeError
-from remat.run.recipe import Program, Slot
+from remat.run.program import Program, Slot
 from remat.run.replay import replaying
 from remat.run.spotcheck import SpotCheck
 

@@ -20,10 +20,11 @@ import torch
 
 from remat.errors import CaptureError
 from remat.records import Arg, Const, Op, Recipe, Ref, RegionGraph, Role, Saved, Source, Value
+from remat.run.program import Program, Slot
 from remat.run.replay import OVERWRITES, constant, overload, twin
-from remat.run.spotcheck import Grid, sample_grid
+from remat.run.spotcheck import sample_grid
 
-__all__ = ["Program", "Slot", "compile_recipe"]
+__all__ = ["compile_recipe"]
 
 _DEEPEST_CHAIN = 300  # nested calls of generated functions; Python allows about 1,000
 
@@ -58,52 +59,6 @@ _FAST: dict[str, Callable[..., Any]] = {
 # Where a mode looks on (capture, fake tensors), reshape makes a view; otherwise an alias: the same values,
 # edges and saved tensors under another name.
 _SAME_NODE = {"ViewBackward0": "ReshapeAliasBackward0", "ReshapeAliasBackward0": "ViewBackward0"}
-
-
-@dataclass(frozen=True)
-class Slot:
-    """A saved tensor that is dropped."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    grid: Grid  # where the spot check looks
-    checked: bool  # whether it looks: the deepest of a chain answers for the whole chain
-    needs: tuple[int, ...]  # kept tensors that rebuilding reads, however far back
-    rebuild: Callable[[Any, list[Any]], torch.Tensor]
-    label: str
-    source: str
-
-
-@dataclass(frozen=True)
-class Program:
-    """What a region with this recipe does when its forward has returned, and when backward asks.
-
-    `find(outputs)` walks the autograd graph: the nodes that matter, or the number of the first one that is
-    not as captured. `collect(nodes, parameters, inputs, seen)` reads the kept tensors that rebuilding needs,
-    or gives the number of the first one that is not as captured. `spread(kept)` deals them out to the slots.
-    `hook(nodes, holders, unpack)` puts the holders in. Pickled as what it was compiled from.
-    """
-
-    find: Callable[[list[torch.Tensor]], Any]
-    collect: Callable[[Any, list[torch.Tensor], list[torch.Tensor], Any], Any]
-    spread: Callable[[Any], tuple[list[Any], ...]]
-    hook: Callable[[Any, list[Any], Any], None]
-    slots: tuple[Slot, ...]
-    grids: tuple[Grid, ...]  # of the slots
-    checked: tuple[int, ...]  # slots that the spot check looks at
-    parameters: tuple[str, ...]  # names that `collect` wants the tensors of
-    modules: frozenset[str]  # submodules whose inputs or outputs it reads
-    kept: tuple[str, ...]  # what each kept tensor is, for messages
-    memo_size: int
-    replayed_ops: int
-    text: str  # the generated code, for debugging
-    graph: RegionGraph
-    recipe: Recipe
-    device: torch.device
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return compile_recipe, (self.graph, self.recipe, self.device)
 
 
 def compile_recipe(graph: RegionGraph, recipe: Recipe, device: torch.device) -> Program:

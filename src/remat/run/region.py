@@ -22,7 +22,7 @@ from remat._torch_private import active_saved_tensors_hooks, in_functorch
 from remat.records import Mode
 from remat.run.checkpoint import Options, needs_gradients, run_checkpointed
 from remat.run.holders import Counts, Frame, Holder, unpack
-from remat.run.recipe import Program
+from remat.run.program import Program
 from remat.run.replay import replaying
 from remat.run.same import same_bits
 from remat.run.spotcheck import SpotCheck

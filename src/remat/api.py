@@ -20,7 +20,7 @@ from remat.devices import Device
 from remat.errors import BudgetError, InputError, RematError
 from remat.estimating import OptimizerLike, estimate_profile
 from remat.handle import Handle, apply
-from remat.planner.schedule import keep_everything, schedule
+from remat.planner.schedule import keep_everything, refusal, schedule
 from remat.planner.simulate import simulate
 from remat.profiling import Request, build_profile, device_of
 from remat.records import Action, Mode, Phase, Plan, Profile
@@ -287,13 +287,7 @@ def _plan_below(found: Profile, budget_bytes: int, over: int, allowed: tuple[Act
         made = schedule(found, budget_bytes - over, allow=allowed)
     except BudgetError as error:
         needed = math.ceil((error.needed + over) * (1 + _MARGIN))
-        _, _, rest = str(error).partition(". ")
-        raise BudgetError(
-            f"budget {format_bytes(budget_bytes)}, but {format_bytes(needed)} ({needed} bytes) is the least "
-            "this step can run in; "
-            f"raise the budget by {format_bytes(needed - budget_bytes)}. {rest}".strip(),
-            needed=needed,
-        ) from None
+        raise refusal(budget_bytes, needed, error.hints, error.where) from None
     return replace(made, budget_bytes=budget_bytes)
 
 

@@ -37,11 +37,16 @@ class InputError(RematError, ValueError):
 
 
 class BudgetError(RematError):
-    """The budget is out of reach. `needed` is the least number of bytes this step can run in."""
+    """The budget is out of reach. `needed` is the least number of bytes this step can run in.
 
-    def __init__(self, message: str, *, needed: int) -> None:
+    `hints`: what else would help; `where`: where the peak is and what it is made of.
+    """
+
+    def __init__(self, message: str, *, needed: int, hints: tuple[str, ...] = (), where: str = "") -> None:
         super().__init__(message)
         self.needed = needed
+        self.hints = hints
+        self.where = where
 
 
 class PlanError(RematError):

@@ -7,13 +7,14 @@ other object is one opaque leaf. This is the hot path of every planned region, s
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 import torch
 
 __all__ = ["describe_call", "leaves", "map_tensors", "signature", "tensors"]
 
-_PLAIN = (bool, int, float, str, bytes, torch.dtype, torch.device)
+_PLAIN = (bool, int, float, str, bytes, Enum, torch.dtype, torch.device)
 
 
 def leaves(tree: Any, out: list[Any] | None = None) -> list[Any]:
@@ -85,8 +86,10 @@ def _note(tree: Any, parts: list[Any], found: list[torch.Tensor]) -> None:
     if isinstance(tree, torch.Tensor):
         found.append(tree)
         parts.append((tree.shape, tree.stride(), tree.dtype, tree.requires_grad, tree.device))
-    elif tree is None or isinstance(tree, _PLAIN):
-        parts.append(tree)
+    elif tree is None:
+        parts.append(None)
+    elif isinstance(tree, _PLAIN):
+        parts += (type(tree), tree)  # 1, 1.0 and True are equal, and not the same
     elif isinstance(tree, (tuple, list)):
         parts += (type(tree), len(tree))
         for item in tree:

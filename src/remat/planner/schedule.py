@@ -13,10 +13,10 @@ from remat.planner.bounds import DEFAULT_ALLOW, entries, least_choices
 from remat.planner.chain import Chain, chain, fastest
 from remat.planner.program import Program, memory_prices, program, solve_milp
 from remat.planner.simulate import Timeline, simulate
-from remat.records import Action, Mode, Plan, Profile
+from remat.records import Action, Mode, Phase, Plan, Profile
 from remat.units import format_bytes, format_seconds
 
-__all__ = ["keep_everything", "make_plan", "schedule", "with_chunks"]
+__all__ = ["keep_everything", "make_plan", "refusal", "schedule", "with_chunks"]
 
 
 def schedule(
@@ -172,18 +172,30 @@ def _out_of_reach(
     }
     shares = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
     largest = max(parts, key=lambda name: parts[name])
-    remedies = [f"raise the budget by {format_bytes(needed - budget_bytes)}"]
+    hints = []
     if Action.RECOMPUTE not in allow:
-        remedies.append("allow recompute")
+        hints.append("allow recompute")
     elif Action.OFFLOAD not in allow and any(e.host_bytes for kind in profile.kinds for e in kind.menu):
-        remedies.append("allow offload")
-    if largest in ("kept for backward", "working memory"):
-        remedies.append("use a smaller batch")
+        hints.append("allow offload")
+    if Action.CHUNK not in allow and point.call < 0 and "head" in point.label:
+        hints.append('allow "chunk" (head and loss in chunks)')
+    if point.phase is Phase.OPTIMIZER and point.working:
+        hints.append("give the optimizer foreach=False, or fused=True")
+    if largest in ("kept for backward", "working memory") and point.phase is not Phase.OPTIMIZER:
+        hints.append("use a smaller batch")
+    where = f"The peak is at {point.label!r}, mostly {largest} ({shares})"
+    return refusal(budget_bytes, needed, tuple(hints), where)
+
+
+def refusal(budget_bytes: int, needed: int, hints: tuple[str, ...], where: str) -> BudgetError:
+    """The error for a budget that no plan meets."""
+    remedies = (f"raise the budget by {format_bytes(needed - budget_bytes)}", *hints)
     return BudgetError(
         f"budget {format_bytes(budget_bytes)}, but {format_bytes(needed)} ({needed} bytes) is the least this "
-        f"step can run in; {', or '.join(remedies)}. The peak is at {point.label!r}, mostly {largest} "
-        f"({shares})",
+        f"step can run in; {', or '.join(remedies)}. {where}",
         needed=needed,
+        hints=hints,
+        where=where,
     )
 
 

@@ -47,6 +47,7 @@ def test_functions_over_two_towers(level: float) -> None:
     with on(case.model, planned):
         assert set(functions(case.model)) == {"joint.0", "joint.1", "joint.2"}
         assert_equal(expected, train(case.model, case.run))
+        assert {"joint.0", "joint.1", "joint.2"} <= {row.name for row in remat.status(case.model).rows}
     assert not fallbacks(planned)
     assert not planned.notes
     assert not functions(case.model)

@@ -16,6 +16,7 @@ from torch import nn
 from remat._torch_private import in_backward
 from remat.errors import InputError
 from remat.run.checkpoint import Options, run_checkpointed
+from remat.run.functions import functions
 from remat.run.select import Select, choose
 from remat.run.status import Status
 from remat.run.wrap import RegionStatus, WrappedForward, unwrap, wrap, wrapped
@@ -104,6 +105,7 @@ def status(model: nn.Module) -> Status:
         there = wrapped(module)
         if there is not None and there.around is not None and id(there.around) not in shown:
             rows.append(there.around.status())
+    rows += [around.status() for around in functions(model).values()]
     return Status(tuple(rows), () if record is None else tuple(record.notes(model)))
 
 

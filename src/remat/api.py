@@ -31,6 +31,8 @@ __all__ = ["Handle", "apply", "fit", "plan", "profile", "verify"]
 
 Step = Callable[[], torch.Tensor]
 _MARGIN = 0.005  # added to the least budget: what a plan peaks above its prediction
+_PIECES = 0.001  # of the budget, left to the allocator's pieces
+_PIECES_UNSEEN = 0.01  # the same where tensors come later that the confirming run does not have
 _LACKING = 0.05  # of the budget, taken off when the device runs out of memory within it
 _SLACK = 0.03  # of the budget left unused, from which on a looser plan is tried
 _TRIES = 4  # plans that are measured before fit gives up on meeting a budget
@@ -255,7 +257,12 @@ def _fitted(
                 break
             over = excess
             continue
-        looser = good is None and excess < 0 and peak < (1 - _SLACK) * budget_bytes and any(made.choices)
+        looser = (
+            good is None
+            and excess < 0
+            and peak < (1 - _SLACK - _pieces_share(found)) * budget_bytes
+            and any(made.choices)
+        )
         good = (replace(made, predicted_peak_bytes=peak), measured)
         if not looser:
             break
@@ -282,13 +289,23 @@ def _fitted(
 
 
 def _plan_below(found: Profile, budget_bytes: int, over: int, allowed: tuple[Action, ...]) -> Plan:
-    """The fastest plan whose prediction leaves room for what the last one peaked above its own."""
+    """The fastest plan whose prediction leaves room for what the last one peaked above its own, and for what
+    the allocator's pieces may take."""
+    pieces = math.ceil(budget_bytes * _pieces_share(found))
     try:
-        made = schedule(found, budget_bytes - over, allow=allowed)
+        made = schedule(found, budget_bytes - pieces - over, allow=allowed)
     except BudgetError as error:
-        needed = math.ceil((error.needed + over) * (1 + _MARGIN))
+        needed = math.ceil((error.needed + over) * (1 + _MARGIN) / (1 - _pieces_share(found)))
         raise refusal(budget_bytes, needed, error.hints, error.where) from None
     return replace(made, budget_bytes=budget_bytes)
+
+
+def _pieces_share(found: Profile) -> float:
+    """CUDA's allocator leaves up to 1 MiB unused in each large piece, and counts it. What the confirming run
+    does not have yet (optimizer state, gradients that stay) may lie less well than it did."""
+    if not found.environment.device.startswith("cuda"):
+        return 0.0
+    return _PIECES_UNSEEN if found.accumulate or found.step.optimizer_state else _PIECES
 
 
 def _measured_excess(request: Request, handle: Handle, before: int) -> int:

@@ -76,7 +76,7 @@ def active_saved_tensors_hooks() -> tuple[Callable[[Any], Any], Callable[[Any], 
 
 def in_backward() -> bool:
     """Whether this thread is inside a backward pass: a forward that runs here is somebody's recomputation."""
-    return torch._C._current_graph_task_id() != -1
+    return current_backward() != -1
 
 
 def in_jit_trace() -> bool:

@@ -18,7 +18,7 @@ __all__ = ["Counts", "Frame", "Holder", "unpack"]
 
 @dataclass
 class Counts:
-    """What a region did. `rebuilt` and `recomputed` count since the last forward that followed a backward."""
+    """What a region did. `rebuilt` counts since the last forward that followed a backward."""
 
     calls: int = 0
     rebuilt: int = 0

@@ -11,7 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
+
+if TYPE_CHECKING:
+    from remat.show.text import Report
 
 __all__ = [
     "Action", "Arg", "Const", "Entry", "Environment", "HeadChunks", "Kind", "Mode", "Op", "Phase", "Plan",
@@ -380,3 +383,9 @@ class Plan(Saveable):
     def entry(self, call: int) -> Entry:
         """The menu entry that region call `call` runs with."""
         return self.profile.kinds[self.profile.calls[call].kind].menu[self.choices[call]]
+
+    def report(self) -> Report:
+        """What was decided and predicted, for reading: print it, or save it as .html, .json or .txt."""
+        from remat.show.text import Report
+
+        return Report(self)

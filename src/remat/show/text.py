@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from remat.check.peak import StepPeak
-from remat.check.verify import Verification
 from remat.errors import InputError
 from remat.planner.simulate import Timeline, simulate
-from remat.records import Entry, Mode, Plan
-from remat.run.wrap import RegionStatus
+from remat.records import Plan
+from remat.show.decisions import grouped, region_rows
+from remat.show.facts import facts, notes_of, trade_off
 from remat.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:  # they import torch, which reading a saved plan does not need
+    from remat.check.peak import StepPeak
+    from remat.check.verify import Verification
+    from remat.run.wrap import RegionStatus
 
 __all__ = ["Report"]
 
@@ -26,12 +29,24 @@ _WIDTH = 64
 
 @dataclass(frozen=True)
 class Report:
-    """print(report) for a person, report.as_dict() for a program, report.save("fit.json" / "fit.txt")."""
+    """print(report) for a person, report.as_dict() for a program, report.save("fit.json" / "fit.txt").
+
+    `events`: what happened while it ran, one mapping each, in order; keys are shown as they are.
+    """
 
     plan: Plan
     verification: Verification | None = None
     measured: StepPeak | None = None
     rows: Sequence[RegionStatus] = ()
+    events: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def measured_peak_bytes(self) -> int | None:
+        """Of forward and backward, absolute; an optimizer's state is not in it."""
+        if self.measured is None:
+            return None
+        step = self.plan.profile.step
+        return step.parameters + step.buffers + step.other + self.measured.above_bytes
 
     def __str__(self) -> str:
         plan = self.plan
@@ -57,95 +72,59 @@ class Report:
             _sparkline(timeline),
             "",
             *self._region_lines(),
-            *(f"note: {note}" for note in self._notes()),
+            *self._event_lines(),
+            *(f"note: {note}" for note in notes_of(plan)),
         ]
         return "\n".join(lines)
 
-    def _notes(self) -> list[str]:
-        head = self.plan.profile.head
-        chunks = []
-        if self.plan.profile.chunked and head is not None:
-            chunks = [
-                f"{head.head} and the loss run in chunks: gradients equal within rounding, not to the bit"
-            ]
-        return [*chunks, *self.plan.profile.notes, *self.plan.notes]
-
     def _measured_lines(self) -> list[str]:
-        if self.measured is None:
+        if self.measured is None or self.measured_peak_bytes is None:
             return []
-        step = self.plan.profile.step
-        peak = step.parameters + step.buffers + step.other + self.measured.above_bytes
         reserved = self.measured.reserved_bytes
         detail = "measured, forward and backward" + (
             f"; {format_bytes(reserved)} reserved" if reserved else ""
         )
-        return [_line("", format_bytes(peak), detail)]
+        return [_line("", format_bytes(self.measured_peak_bytes), detail)]
 
     def _region_lines(self) -> list[str]:
         """Equal regions in one line: how many, what they keep, what it costs."""
-        plan = self.plan
-        groups = Counter(
-            (call.tower, call.kind, plan.choices[i]) for i, call in enumerate(plan.profile.calls)
-        )
-        lines = [f"{'regions':<34}{'way':<10}{'held each':>12}{'of':>12}{'extra each':>12}"]
-        for (tower, kind, choice), count in groups.items():
-            found = plan.profile.kinds[kind]
-            entry = found.menu[choice]
+        rows = region_rows(self.plan)
+        hosted = any(row.offloaded_bytes for row in rows)
+        head = f"{'regions':<34}{'way':<12}{'held each':>12}{'of':>12}"
+        lines = [head + (f"{'on the host':>13}" if hosted else "") + f"{'extra each':>12}"]
+        for row, count in grouped(rows):
+            host = f"{format_bytes(row.offloaded_bytes):>13}" if hosted else ""
             lines.append(
-                f"{f'{count} x {tower}':<34}{_way(entry):<10}{format_bytes(entry.resident_bytes):>12}"
-                f"{format_bytes(found.saved_bytes):>12}{format_seconds(entry.extra_seconds):>12}"
+                f"{f'{count} x {row.tower}':<34}{row.way:<12}{format_bytes(row.kept_bytes):>12}"
+                f"{format_bytes(row.saved_bytes):>12}{host}{format_seconds(row.extra_seconds):>12}"
             )
         return lines
 
+    def _event_lines(self) -> list[str]:
+        return [
+            "event: " + ", ".join(f"{key} {value}" for key, value in event.items()) for event in self.events
+        ]
+
     def as_dict(self) -> dict[str, Any]:
-        plan = self.plan
-        return {
-            "model": plan.profile.model,
-            "budget_bytes": plan.budget_bytes,
-            "predicted_peak_bytes": plan.predicted_peak_bytes,
-            "measured_step_bytes": None if self.measured is None else self.measured.above_bytes,
-            "plain_peak_bytes": plan.plain_peak_bytes,
-            "predicted_seconds": plan.predicted_seconds,
-            "plain_seconds": plan.plain_seconds,
-            "verification": None if self.verification is None else str(self.verification),
-            "regions": [
-                {
-                    "name": call.name,
-                    "call": call.call,
-                    "mode": plan.entry(i).mode.value,
-                    "resident_bytes": plan.entry(i).resident_bytes,
-                    "saved_bytes": plan.profile.kinds[call.kind].saved_bytes,
-                    "extra_seconds": plan.entry(i).extra_seconds,
-                }
-                for i, call in enumerate(plan.profile.calls)
-            ],
-            "status": [row.as_dict() for row in self.rows],
-            "notes": self._notes(),
-        }
+        """Plain values, ready for JSON, at once; the trade-off takes a second, and is in saved reports."""
+        return facts(self)
 
     def save(self, path: str | Path) -> Path:
         """Write the report; the ending decides: .json or .txt."""
         path = Path(path)
         if path.suffix == ".json":
-            text = json.dumps(self.as_dict(), indent=1)
+            text = json.dumps({**facts(self), "trade_off": trade_off(self.plan)}, indent=1)
         elif path.suffix == ".txt":
             text = str(self) + "\n"
         else:
-            raise InputError(
-                f"cannot write a report as {path.suffix or 'a file without ending'!r}; use .json or .txt"
-            )
+            ending = path.suffix or "a file without ending"
+            raise InputError(f"cannot write a report as {ending!r}; use .json or .txt")
         path.write_text(text, encoding="utf-8")
         return path
 
 
 def _line(name: str, value: str, detail: str) -> str:
     return f"  {name:<12}{value:<14}{detail}".rstrip()
-
-
-def _way(entry: Entry) -> str:
-    if entry.mode is Mode.RECIPE and entry.recipe is not None:
-        return f"recipe/{len(entry.recipe.dropped)}"
-    return entry.mode.value
 
 
 def _sparkline(timeline: Timeline) -> str:

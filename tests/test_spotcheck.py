@@ -33,7 +33,7 @@ from remat.errors import RecomputeError
 from remat.records import Mode, RegionGraph
 from remat.run.recipe import compile_recipe
 from remat.run.region import PlannedRegion, Variant
-from remat.run.spotcheck import SAMPLES, SpotCheck, sample_grid
+from remat.run.spotcheck import PHASES, SAMPLES, SpotCheck, probe
 
 
 class Annealed(nn.Module):
@@ -440,20 +440,21 @@ def test_samples_lie_inside_the_tensor(shape: tuple[int, ...], stride: tuple[int
     tensor = memory.as_strided(shape, stride, 7)
     inside = set(tensor.flatten().tolist())
     seen: set[float] = set()
-    for phase in range(80):
-        check = SpotCheck([tensor], [sample_grid(shape, stride)], [0], str, phase=phase, whole=True)
-        samples = check._expected.tolist()
+    for phase in range(PHASES):
+        check = SpotCheck([tensor], [probe(shape, CPU)], [0], str, phase=phase, whole=True)
+        samples = check._expected[0].tolist()
         assert len(samples) <= SAMPLES
         assert set(samples) <= inside
         seen |= set(samples)
+    wandered = min(tensor.numel(), SAMPLES * PHASES) * 0.9
     if tensor.is_contiguous():
-        assert seen == inside, "the samples wander over the whole tensor"
+        assert len(seen) >= min(wandered, tensor.numel() // SAMPLES * SAMPLES), "another set in each phase"
 
 
 def test_a_conjugated_tensor_can_be_sampled() -> None:
     memory = torch.randn(4, 4, dtype=torch.complex64)
     for error in (0, 1, 1j):
-        check = SpotCheck([memory.conj()], [sample_grid((4, 4), (4, 1))], [0], str, phase=0, whole=True)
+        check = SpotCheck([memory.conj()], [probe((4, 4), CPU)], [0], str, phase=0, whole=True)
         check.see(0, (memory + error).conj())
         assert check.describe() == ("0" if error else None), "the checksum sees both parts"
 
@@ -465,9 +466,9 @@ def test_different_dtypes_in_one_check() -> None:
         torch.randn(3).bfloat16(),
         torch.tensor([True, False]),
     ]
-    grids = [sample_grid(tuple(t.shape), t.stride()) for t in tensors]
+    probes = [probe(tuple(t.shape), CPU) for t in tensors]
     for wrong in (None, 0, 1, 2, 3):
-        check = SpotCheck(tensors, grids, [0, 1, 2, 3], str, phase=3, whole=False)
+        check = SpotCheck(tensors, probes, [0, 1, 2, 3], str, phase=3, whole=False)
         for place, tensor in enumerate(tensors):
             changed = ~tensor if tensor.dtype is torch.bool else tensor + 1
             check.see(place, changed if place == wrong else tensor)

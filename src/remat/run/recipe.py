@@ -22,7 +22,7 @@ from remat.errors import CaptureError
 from remat.records import Arg, Const, Op, Recipe, Ref, RegionGraph, Role, Saved, Source, Value
 from remat.run.program import Program, Slot
 from remat.run.replay import OVERWRITES, constant, overload, twin
-from remat.run.spotcheck import sample_grid
+from remat.run.spotcheck import probe
 
 __all__ = ["compile_recipe"]
 
@@ -116,7 +116,7 @@ class _Compiler:
             spread=self.names["spread"],
             hook=self.names["hook"],
             slots=slots,
-            grids=tuple(slot.grid for slot in slots),
+            probes=tuple(probe(s.shape, self.device) if s.checked else () for s in slots),
             checked=tuple(sorted(checked)),
             parameters=tuple(self.parameters),
             modules=frozenset(self.modules),
@@ -467,7 +467,6 @@ class _Compiler:
             shape=meta.shape,
             stride=meta.stride,
             dtype=getattr(torch, meta.dtype),
-            grid=sample_grid(meta.shape, meta.stride),
             checked=checked,
             needs=needs,
             rebuild=self.names[f"u{number}"],

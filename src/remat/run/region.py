@@ -219,7 +219,7 @@ class PlannedRegion:
         number = self.counts.calls
         return SpotCheck(
             [holder.tensor for holder in holders],  # type: ignore[misc]
-            program.grids,
+            program.probes,
             program.checked,
             self._report(program),
             phase=number,

@@ -12,7 +12,8 @@ from __future__ import annotations
 import collections
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -20,29 +21,24 @@ from remat._torch_private import at_end_of_backward, current_backward
 from remat.errors import RecomputeError
 from remat.run.same import bits
 
-__all__ = ["SAMPLES", "Grid", "SpotCheck", "sample_grid"]
+__all__ = ["PHASES", "SAMPLES", "Probe", "SpotCheck", "probe"]
 
 SAMPLES = 16  # elements of each tensor
+PHASES = 16  # sets of samples, taken in turn
 _BACKWARDS_REMEMBERED = 16  # backwards that raised never read their checks; only so many are held
 
-# Number of samples, stride between them, how often it can be moved, by how much.
-Grid = tuple[int, int, int, int]
+Probe = tuple[torch.Tensor, ...]  # places to look at, by phase: indices as torch.take wants them
 Report = Callable[[int], str]  # told which slot differs; gives the sentence for the error
 
 
-def sample_grid(shape: tuple[int, ...], stride: tuple[int, ...]) -> Grid:
-    """Samples spread evenly over the memory of a dense tensor, or along the longest dimension of another."""
+def probe(shape: tuple[int, ...], device: torch.device) -> Probe:
+    """Samples spread evenly over a tensor of this shape; each phase moves them."""
     count = 1
     for size in shape:
         count *= size
-    if not count:
-        return 0, 0, 1, 0
-    if _is_dense(shape, stride):
-        samples, spacing = min(SAMPLES, count), max(count // SAMPLES, 1)
-        return samples, spacing, count - (samples - 1) * spacing, 1
-    longest = max(range(len(shape)), key=lambda dim: shape[dim])
-    samples, spacing = min(SAMPLES, shape[longest]), max(shape[longest] // SAMPLES, 1)
-    return samples, spacing * stride[longest], shape[longest] - (samples - 1) * spacing, stride[longest]
+    samples, spacing = min(SAMPLES, count), max(count // SAMPLES, 1)
+    rows = [[i * spacing + phase * spacing // PHASES for i in range(samples)] for phase in range(PHASES)]
+    return tuple(torch.tensor(rows, dtype=torch.int64, device=device).reshape(PHASES, samples).unbind())
 
 
 def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
@@ -58,36 +54,27 @@ class SpotCheck:
     """What one graph expects of the tensors that it dropped."""
 
     __slots__ = (
-        "_backward", "_checksums", "_expected", "_found", "_grids", "_phase", "_places", "_report", "_wrong",
+        "_backward", "_checksums", "_expected", "_found", "_phase", "_probes", "_report", "_wrong",
     )  # fmt: skip
 
     def __init__(
         self,
         tensors: Sequence[torch.Tensor],
-        grids: Sequence[Grid],
+        probes: Sequence[Probe],
         places: Sequence[int],
         report: Report,
         *,
         phase: int,
         whole: bool,
     ) -> None:
-        """Sample those of the dropped tensors that `places` names. `phase` moves the grid, `whole` takes
+        """Sample those of the dropped tensors that `places` names. `phase` moves the samples, `whole` takes
         checksums of them too."""
-        self._grids, self._places, self._report, self._phase = grids, places, report, phase
+        self._probes, self._report, self._phase = probes, report, phase % PHASES
         self._backward = -2  # the pass that is looked at: with retain_graph there may be several
-        self._expected = torch.cat([self._sample(place, tensors[place]) for place in places])
+        self._expected = {place: tensors[place].take(probes[place][self._phase]) for place in places}
         self._found: dict[int, torch.Tensor] = {}
         self._checksums = {place: _checksum(tensors[place]) for place in places} if whole else None
         self._wrong: list[tuple[int, torch.Tensor]] = []
-
-    def _sample(self, place: int, tensor: torch.Tensor) -> torch.Tensor:
-        count, spacing, places, shift = self._grids[place]
-        sample = tensor.as_strided(
-            (count,), (spacing,), tensor.storage_offset() + self._phase % places * shift
-        )
-        return (
-            torch.view_as_real(sample.resolve_conj())[:, self._phase % 2] if sample.is_complex() else sample
-        )
 
     def see(self, place: int, tensor: torch.Tensor) -> None:
         """Take the same samples of the replayed tensor (only for the places that were given)."""
@@ -97,24 +84,22 @@ class SpotCheck:
             self._found.clear()
             self._wrong.clear()
             _expect(self, backward)
-        self._found[place] = self._sample(place, tensor).clone()
+        self._found[place] = tensor.take(self._probes[place][self._phase])
         if self._checksums is not None:
             differs = _checksum(tensor) != self._checksums[place]
             if tensor.is_floating_point():
                 differs &= ~_has_nan(tensor)  # whose bits are the device's own
             self._wrong.append((place, differs))
+        if tensor.is_cuda and len(self._found) == len(self._expected):
+            _mark(backward)
 
-    def samples(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """(what was expected, what was found in pieces), of the tensors that were replayed."""
-        if len(self._found) == len(self._places):
-            return self._expected, [self._found[place] for place in self._places]
-        starts, start = {}, 0
-        for place in self._places:
-            starts[place] = start
-            start += self._grids[place][0]
-        seen = [place for place in self._places if place in self._found]
-        parts = [self._expected.narrow(0, starts[place], self._grids[place][0]) for place in seen]
-        return torch.cat(parts) if parts else self._expected[:0], [self._found[place] for place in seen]
+    def samples(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """(place, expected, found) of the tensors that were replayed."""
+        for place, found in self._found.items():
+            yield place, self._expected[place], found
+
+    def is_complete(self) -> bool:
+        return len(self._found) == len(self._expected)
 
     def flags(self) -> list[torch.Tensor]:
         """Results of the checksums, on the device."""
@@ -122,14 +107,8 @@ class SpotCheck:
 
     def describe(self) -> str | None:
         """The sentence for the first tensor that differs, in the order of forward; None: none does."""
-        expected, found = self.samples()
         wrong = [place for place, flag in self._wrong if bool(flag)]
-        start = 0
-        for place, piece in zip((p for p in self._places if p in self._found), found, strict=True):
-            part = expected[start : start + piece.numel()]
-            start += piece.numel()
-            if bool(_unequal(part, piece.to(part.dtype)).any()):
-                wrong.append(place)
+        wrong += [place for place, ours, theirs in self.samples() if bool(_unequal(ours, theirs).any())]
         return self._report(max(wrong)) if wrong else None
 
 
@@ -162,29 +141,53 @@ def _has_nan(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.sum(dtype=torch.float32 if tensor.element_size() < 4 else tensor.dtype).isnan()
 
 
-# Checks of the backward passes that are running, by the number of the pass: its worker threads share it.
-_running: collections.OrderedDict[int, list[SpotCheck]] = collections.OrderedDict()
+# ------------------------------------------------------------------------------ when a backward pass ends
+
+
+class _Pass:
+    """The checks of one backward pass, and on CUDA where in each stream the last of them was taken."""
+
+    __slots__ = ("checks", "marks")
+
+    def __init__(self) -> None:
+        self.checks: list[SpotCheck] = []
+        self.marks: dict[torch.cuda.Stream, torch.cuda.Event] = {}
+
+
+# By the number of the pass: its worker threads share it.
+_running: collections.OrderedDict[int, _Pass] = collections.OrderedDict()
 _lock = threading.Lock()
+_readers: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def _expect(check: SpotCheck, backward: int) -> None:
     """Have this check read when the running backward pass ends."""
     with _lock:
         first = backward not in _running
-        checks = _running.setdefault(backward, [])
+        running = _running.setdefault(backward, _Pass())
         while len(_running) > _BACKWARDS_REMEMBERED:
             _running.popitem(last=False)
-    checks.append(check)
+    running.checks.append(check)
     if first and not at_end_of_backward(functools.partial(_read, backward)):
         _running.pop(backward, None)  # unpacked by hand, outside of any backward: nobody will read it
 
 
+def _mark(backward: int) -> None:
+    """Remember how far the stream has to be for a region's samples to be there."""
+    running = _running.get(backward)
+    if running is not None:
+        stream = torch.cuda.current_stream()
+        running.marks.setdefault(stream, torch.cuda.Event()).record(stream)  # type: ignore[no-untyped-call]
+
+
 def _read(backward: int) -> None:
     """Raise if any replay of this backward pass differed: one read from the device for all regions."""
-    checks = _running.pop(backward, [])
-    if not any(bool(flag) for flag in _differences(checks)):
+    running = _running.pop(backward, None) or _Pass()
+    with _beside(running):
+        wrong = any(bool(flag) for flag in _differences(running.checks))
+    if not wrong:
         return
-    sentences = [sentence for check in checks if (sentence := check.describe()) is not None]
+    sentences = [sentence for check in running.checks if (sentence := check.describe()) is not None]
     if not sentences:
         return
     more = f" {len(sentences) - 1} more regions differ too." if len(sentences) > 1 else ""
@@ -194,16 +197,36 @@ def _read(backward: int) -> None:
     )
 
 
+@contextmanager
+def _beside(running: _Pass) -> Iterator[None]:
+    """Compare on a stream of its own, which waits for the samples and not for what backward has queued since:
+    the host then has the answer, and queues the next step, before the device runs dry.
+
+    What is read there is let go only after the host has waited for it, so no stream reuses it too early.
+    """
+    devices = {stream.device for stream in running.marks}
+    if len(devices) != 1 or not all(check.is_complete() for check in running.checks):
+        yield
+        return
+    (device,) = devices
+    reader = _readers.get(device)
+    if reader is None:
+        reader = _readers.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+    for mark in running.marks.values():
+        reader.wait_event(mark)
+    with torch.cuda.stream(reader):
+        yield
+
+
 def _differences(checks: list[SpotCheck]) -> list[torch.Tensor]:
-    """One flag per device and dtype: True if anything differs in any bit."""
+    """One flag per device: True if anything differs in any bit."""
     groups: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     flags: dict[torch.device, list[torch.Tensor]] = {}
     for check in checks:
-        expected, found = check.samples()
-        if found:
-            ours, theirs = groups.setdefault((expected.device, expected.dtype), ([], []))
+        for _, expected, found in check.samples():
+            ours, theirs = groups.setdefault((found.device, found.dtype), ([], []))
             ours.append(expected)
-            theirs.append(torch.cat(found))
+            theirs.append(found)
         for flag in check.flags():
             flags.setdefault(flag.device, []).append(flag)
     for ours, theirs in groups.values():

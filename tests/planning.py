@@ -10,7 +10,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -55,14 +55,16 @@ class Planned:
     kept: dict[str, float] = field(default_factory=dict)  # region -> share of its saved bytes that stays
 
 
-def regions_at(found: Survey, level: float, *, shadow: bool = True, check: bool = True) -> Planned:
+def regions_at(
+    found: Survey, level: float, *, shadow: bool = True, check: bool = True, fused: bool = False
+) -> Planned:
     planned = Planned([])
     variants: dict[int, Variant] = {}
     by_name: dict[str, PlannedRegion] = {}
     for sighting in found.sightings:
         species = found.species[sighting.species]
         if sighting.species not in variants:
-            variants[sighting.species], note, share = _variant(species.graph, species.note, level)
+            variants[sighting.species], note, share = _variant(species.graph, species.note, level, fused)
             if note:
                 planned.notes[sighting.name] = note
             planned.kept[sighting.name] = share
@@ -77,10 +79,10 @@ def regions_at(found: Survey, level: float, *, shadow: bool = True, check: bool 
     return planned
 
 
-def _variant(graph: RegionGraph | None, note: str, level: float) -> tuple[Variant, str, float]:
+def _variant(graph: RegionGraph | None, note: str, level: float, fused: bool) -> tuple[Variant, str, float]:
     if graph is None:
         return Variant(Mode.FULL), note or "no graph and no reason", 0.0
-    recipe = recipe_at(graph, level)
+    recipe = replace(recipe_at(graph, level), fused=fused)
     share = recipe.resident_bytes / max(graph.saved_bytes, 1)
     if not recipe.dropped:
         return Variant(Mode.KEEP), "", share

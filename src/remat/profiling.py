@@ -38,11 +38,13 @@ from remat.records import (
 )
 from remat.run.checkpoint import Options, run_checkpointed
 from remat.run.chunk import chunk_head, find_head
+from remat.run.fused import can_fuse
 from remat.run.install import installed_region
 from remat.run.quiet import quiet
 from remat.run.recipe import compile_recipe
 from remat.run.region import PlannedRegion, Variant
 from remat.trace.discover import Block, find_blocks
+from remat.trace.price import fused_prices
 from remat.trace.survey import Sighting, Species, Survey, frugally, survey, timeline, visiting
 
 __all__ = [
@@ -266,7 +268,7 @@ def _kind(species: Species, inputs: Inputs, device: torch.device, progress: Prog
     note = species.note
     for recipe in _recipes(graph, keep, device) if graph is not None else ():
         try:
-            measured = _bench_recipe(species, recipe, inputs, device)
+            recipe, measured = _bench_fastest(species, recipe, inputs, keep, device)
         except CaptureError as error:
             note = note or str(error)
             continue
@@ -286,6 +288,8 @@ def _recipes(graph: RegionGraph, keep: Bench, device: torch.device) -> tuple[Rec
     """Where the device waits for the host, a dropped tensor costs the host's work, whatever its size."""
     levels = [level / _LEVELS for level in range(_LEVELS, 0, -1)]
     per_op = keep.host_seconds / (3 * len(graph.ops)) if device.type == "cuda" and keep.launch_bound else 0.0
+    if can_fuse(device) and not keep.launch_bound:
+        graph = fused_prices(graph)
     return recipes(graph, levels=levels, slot_seconds=_OPS_PER_SLOT * per_op)
 
 
@@ -296,6 +300,25 @@ def _extra(measured: Bench, keep: Bench, replay_seconds: float, device: torch.de
     if device.type == "cpu":
         return replay_seconds
     return max(measured.seconds - keep.seconds, _LEAST_SHARE * replay_seconds)
+
+
+def _bench_fastest(
+    species: Species, recipe: Recipe, inputs: Inputs, keep: Bench, device: torch.device
+) -> tuple[Recipe, Bench]:
+    """Elementwise operations fused, if that gives the same bits. Where the device waits for the host, what a
+    kernel's launch costs decides, and both ways are timed."""
+    if not can_fuse(device):
+        return recipe, _bench_recipe(species, recipe, inputs, device)
+    fused = replace(recipe, fused=True)
+    try:
+        together = _bench_recipe(species, fused, inputs, device)
+    except CaptureError:  # other bits than operation by operation
+        return recipe, _bench_recipe(species, recipe, inputs, device)
+    if keep.launch_bound:
+        one_by_one = _bench_recipe(species, recipe, inputs, device)
+        if one_by_one.seconds < together.seconds:
+            return recipe, one_by_one
+    return fused, together
 
 
 def _bench_recipe(species: Species, recipe: Recipe, inputs: Inputs, device: torch.device) -> Bench:

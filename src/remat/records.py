@@ -198,6 +198,7 @@ class Recipe:
     resident_bytes: int = 0
     host_bytes: int = 0
     replay_seconds: float = 0.0
+    fused: bool = False  # elementwise operations run as one kernel each chain: seen to give the same bits
 
 
 # ------------------------------------------------------------------------------------- profile and plan

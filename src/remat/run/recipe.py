@@ -11,6 +11,7 @@ never what it gives.
 from __future__ import annotations
 
 import collections
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,13 +21,17 @@ import torch
 
 from remat.errors import CaptureError
 from remat.records import Arg, Const, Op, Recipe, Ref, RegionGraph, Role, Saved, Source, Value
+from remat.run import fused
 from remat.run.program import Program, Slot
 from remat.run.replay import OVERWRITES, constant, overload, twin
 from remat.run.spotcheck import probe
 
 __all__ = ["compile_recipe"]
 
+_LOG = logging.getLogger(__name__)
+
 _DEEPEST_CHAIN = 300  # nested calls of generated functions; Python allows about 1,000
+_LARGEST_TREE = 24  # operations in one fused kernel
 
 
 # Bindings that Python reaches faster than the operator itself; called with the same arguments, below
@@ -87,6 +92,7 @@ class _Compiler:
     names: dict[str, Any] = field(default_factory=dict)  # namespace of the generated code
     lines: list[str] = field(default_factory=list)
     memo: dict[int, int] = field(default_factory=dict)
+    kernels: dict[int, tuple[fused.Node, fused.Kernel]] = field(default_factory=dict)  # by value
     nodes: list[int] = field(
         default_factory=list
     )  # graph nodes that are needed, in the order `find` gives them
@@ -228,7 +234,20 @@ class _Compiler:
         return value
 
     def _plan_memo(self, dropped: list[Saved]) -> None:
-        """Walk backward once: which values are computed, how often read, and by which slot last."""
+        """Which values are computed, how often read, and by which slot last."""
+        readers = self._walk(dropped)
+        if self.recipe.fused and fused.can_fuse(self.device):
+            for value in self.needed:
+                self._fuse(value, readers)
+            readers = self._walk(dropped)
+        made_together = collections.Counter(self._op_of(value) for value in self.needed)
+        for value in self.needed:
+            # A value that is read once goes straight to its reader.
+            if made_together[self._op_of(value)] > 1 or readers[value] > 1:
+                self.memo[value] = len(self.memo)
+
+    def _walk(self, dropped: list[Saved]) -> collections.Counter[int]:
+        """Walk backward once. Returns how often each value is read."""
         self.needed: dict[int, None] = {}
         self.last: dict[int, int] = {}
         readers: collections.Counter[int] = collections.Counter()
@@ -244,16 +263,61 @@ class _Compiler:
             if value in self.needed:
                 return
             self.needed[value] = None
-            for read in self.graph.ops[self._op_of(value)].inputs:
+            for read in self._reads(value):
                 touch(read, slot, depth + 1)
 
         for slot, saved in enumerate(dropped):
             touch(saved.value, slot, 0)
-        made_together = collections.Counter(self._op_of(value) for value in self.needed)
-        for value in self.needed:
-            # A value that is read once goes straight to its reader.
-            if made_together[self._op_of(value)] > 1 or readers[value] > 1:
-                self.memo[value] = len(self.memo)
+        return readers
+
+    def _reads(self, value: int) -> tuple[int, ...]:
+        """What computing a value reads: for a fused one what its kernel loads."""
+        if value in self.kernels:
+            return tuple(dict.fromkeys(leaf.value for leaf in fused.leaves(self.kernels[value][0])))
+        return self.graph.ops[self._op_of(value)].inputs
+
+    # -- elementwise operations in one kernel
+
+    def _fuse(self, value: int, readers: collections.Counter[int]) -> None:
+        tree = self._tree(value, readers)
+        if tree is None or not self._is_worth_it(tree, value):
+            return
+        try:
+            self.kernels[value] = (tree, fused.kernel(tree, self.graph.values[value], self.device))
+        except Exception as error:  # a compiler's errors are its own; operation by operation always works
+            _LOG.warning("a chain of operations runs unfused, its kernel does not compile: %s", error)
+
+    def _is_worth_it(self, tree: fused.Node, value: int) -> bool:
+        """More than one operation, or one that torch's kernels are slow at: a cast, a broadcast."""
+        made = self.graph.values[value]
+        simple = all(
+            leaf.dtype == made.dtype and leaf.shape == made.shape and leaf.stride == made.stride
+            for leaf in fused.leaves(tree)
+        )
+        return fused.size_of(tree) > 1 or not simple
+
+    def _tree(self, value: int, readers: collections.Counter[int]) -> fused.Node | None:
+        op = self.graph.ops[self._op_of(value)]
+        if not fused.is_fusible(self.graph, op):
+            return None
+        inner = tuple(
+            self._operand(operand, readers) if isinstance(operand, int) else operand
+            for operand in fused.operands(op) or ()
+        )
+        return fused.node(self.graph, op, inner)
+
+    def _operand(self, value: int, readers: collections.Counter[int]) -> fused.Node | fused.Leaf:
+        """The operations behind an operand too, if nobody else wants it or it costs no more to compute it
+        again than to load it."""
+        if self._base(value) == value and not self._is_tap(value):
+            tree = self._tree(value, readers)
+            if tree is not None and fused.size_of(tree) < _LARGEST_TREE:
+                loads = sum(_nbytes(self.graph.values[leaf.value]) for leaf in fused.leaves(tree))
+                if readers[value] == 1 or loads <= _nbytes(self.graph.values[value]):
+                    return tree
+        meta = self.graph.values[value]
+        shift = meta.offset - self.graph.values[self._holder(value)].offset
+        return fused.Leaf(value, meta.shape, meta.stride, shift, meta.dtype)
 
     def _checked(self, dropped: list[Saved]) -> set[int]:
         """Slots that together rest on every replayed operation: a wrong number shows in one of them."""
@@ -278,16 +342,28 @@ class _Compiler:
 
     # -- code
 
-    def _expression(self, value: int) -> str:
+    def _holder(self, value: int) -> int:
+        """The value of the tensor whose memory holds this one: a tap, or what is computed."""
         base = self._base(value)
         meta = self.graph.values[base]
         if meta.free and meta.parameter:
-            text, at = f"s[{self._tap(base, None)}]", base
-        elif (reach := self._reachable(base)) is not None:
-            text, at = f"s[{self._tap(*reach)}]", reach[0]
-        else:
-            text, at = f"g{base}(s, m)", base
+            return base
+        reach = self._reachable(base)
+        if reach is None:
             self._refuse_beyond(base, value)
+        return base if reach is None else reach[0]
+
+    def _source(self, value: int) -> str:
+        """An expression that gives the tensor whose memory holds this value."""
+        base = self._base(value)
+        meta = self.graph.values[base]
+        if meta.free and meta.parameter:
+            return f"s[{self._tap(base, None)}]"
+        reach = self._reachable(base)
+        return f"g{base}(s, m)" if reach is None else f"s[{self._tap(*reach)}]"
+
+    def _expression(self, value: int) -> str:
+        text, at = self._source(value), self._holder(value)
         return text if at == value else self._view(text, at, value)
 
     def _view(self, text: str, base: int, value: int) -> str:
@@ -323,7 +399,7 @@ class _Compiler:
     def _emit_op(self, op_index: int) -> None:
         op = self.graph.ops[op_index]
         made = [value for value in self.needed if self._op_of(value) == op_index]
-        call, results = self._call(op)
+        call, results = self._fused_call(made[0]) if made[0] in self.kernels else self._call(op)
         for value in made:
             self.lines.append(f"def g{value}(s, m):  # {op.name} {op.source}")
             if value not in self.memo:
@@ -334,6 +410,11 @@ class _Compiler:
             for other in made:
                 self.lines.append(f"        m[{self.memo[other]}] = {results[other]}")
             self.lines += [f"        v = {results[value]}", "    return v"]
+
+    def _fused_call(self, value: int) -> tuple[list[str], dict[int, str]]:
+        tree, kernel = self.kernels[value]
+        tensors = ", ".join(self._source(leaf.value) for leaf in fused.leaves(tree))
+        return [f"    r = {self._name('k', kernel)}({tensors})"], {value: "r"}
 
     def _call(self, op: Op) -> tuple[list[str], dict[int, str]]:
         """Lines that run the operation, and for each value it gives the expression that holds it."""
@@ -481,6 +562,10 @@ def _extent(value: Value) -> tuple[int, int]:
         return value.offset, value.offset
     reach = sum((size - 1) * step for size, step in zip(value.shape, value.stride, strict=True))
     return value.offset, value.offset + reach
+
+
+def _nbytes(value: Value) -> int:
+    return math.prod(value.shape) * int(getattr(torch, value.dtype).itemsize)
 
 
 def _byte_offset(value: Value) -> int:

@@ -15,13 +15,15 @@ from typing import Any
 import torch
 
 from remat.records import Op, RegionGraph
+from remat.run.fused import is_fusible
 from remat.run.replay import OVERWRITES, decode, dtype_of, overload, replaying, twin
 from remat.trace.capture import Capture
 
-__all__ = ["HOST", "Rates", "cuda_event", "estimate", "price", "seconds_of"]
+__all__ = ["HOST", "Rates", "cuda_event", "estimate", "fused_prices", "price", "seconds_of"]
 
 _ROUNDS = 3
 _RUNS = 5
+_FUSED_SECONDS = 1e-6  # an operation in a kernel that runs anyway
 
 
 def price(capture: Capture) -> Capture:
@@ -95,6 +97,28 @@ def _time_cuda(run: Any) -> float:
     return statistics.median(rounds)
 
 
+def fused_prices(graph: RegionGraph) -> RegionGraph:
+    """Priced as fused replay runs it: a neighbour's result that stays in registers is neither written nor
+    read, and the rest moves as fast as the best of these operations moved it here."""
+    fusible = {i for i, op in enumerate(graph.ops) if op.seconds and is_fusible(graph, op)}
+    moved = {i: _touched(graph, graph.ops[i]) for i in fusible}
+    rate = max((moved[i] / graph.ops[i].seconds for i in fusible), default=0.0)
+    saved = {slot.value for slot in graph.saved}
+    readers: dict[int, set[int]] = {}
+    for index, op in enumerate(graph.ops):
+        for value in op.inputs:
+            readers.setdefault(value, set()).add(index)
+    ops = list(graph.ops)
+    for index in fusible:
+        op = ops[index]
+        made = op.outputs[0]
+        loads = sum(_nbytes(graph, v) for v in op.inputs if graph.values[v].producer not in fusible)
+        inside = made not in saved and readers.get(made, set()) <= fusible
+        seconds = (loads + (0 if inside else _nbytes(graph, made))) / rate
+        ops[index] = replace(op, seconds=min(op.seconds, seconds + _FUSED_SECONDS))
+    return replace(graph, ops=tuple(ops))
+
+
 # ------------------------------------------------------------------------------------------- estimates
 
 
@@ -117,13 +141,14 @@ def estimate(graph: RegionGraph, rates: Rates) -> RegionGraph:
         if not op.replayable or op.view:
             ops.append(op)
             continue
-        touched = {v for v in (*op.inputs, *op.outputs) if v >= 0}
-        nbytes = sum(_nbytes(graph, v) for v in touched)
-        seconds = max(
-            nbytes / rates.bytes_per_second, op.flops / rates.flops_per_second, rates.launch_seconds
-        )
+        moving = _touched(graph, op) / rates.bytes_per_second
+        seconds = max(moving, op.flops / rates.flops_per_second, rates.launch_seconds)
         ops.append(replace(op, seconds=seconds))
     return replace(graph, ops=tuple(ops))
+
+
+def _touched(graph: RegionGraph, op: Op) -> int:
+    return sum(_nbytes(graph, v) for v in {*op.inputs, *op.outputs} if v >= 0)
 
 
 def _nbytes(graph: RegionGraph, value: int) -> int:

@@ -1,0 +1,311 @@
+"""Elementwise operations of a recipe as one kernel: one pass over memory instead of one per operation.
+
+A value and the elementwise operations that lead to it are written as one Triton kernel that rounds after
+each operation exactly as the operations do one by one, and never contracts a multiplication and an addition
+that are two operations. That gives the same bits; a recipe is nevertheless run fused only if that was seen on
+the captured values (`Recipe.fused`), and the spot check looks at fused replays as at any other. Where there
+is no Triton, or it cannot compile, recipes run operation by operation: slower, the same.
+"""
+
+from __future__ import annotations
+
+import linecache
+import logging
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from remat.records import Const, Op, Ref, RegionGraph, Value
+
+__all__ = [
+    "Kernel", "Leaf", "Node", "Tree", "can_fuse", "is_fusible", "kernel", "leaves", "node", "operands",
+    "size_of", "source_text",
+]  # fmt: skip
+
+_LOG = logging.getLogger(__name__)
+
+_BLOCK = 1024  # elements per program: 8 per thread
+_WARPS = 4
+_NARROW_INDEX = 2**31 - 1
+
+# Values as float32, rounded to what the operation gives. Each is what torch's CUDA kernels compute; what they
+# contract (the fma in gelu) is contracted here.
+_UNARY = {
+    "aten._to_copy.default": "{0}",
+    "aten.exp.default": "libdevice.exp({0})",
+    "aten.neg.default": "-{0}",
+    "aten.sigmoid.default": "tl.div_rn(1.0, 1.0 + libdevice.exp(-{0}))",
+    "aten.silu.default": "tl.div_rn({0}, 1.0 + libdevice.exp(-{0}))",
+    "aten.tanh.default": "libdevice.tanh({0})",
+}
+_GELU = {
+    "none": "{0} * 0.5 * (1.0 + libdevice.erf({0} * 0.7071067811865476))",
+    "tanh": "0.5 * {0} * (1.0 + libdevice.tanh("
+    "0.7978845608028654 * tl.fma({0} * {0} * {0}, tl.full({0}.shape, 0.044715, tl.float32), {0})))",
+}
+_POWER = {2: "{0} * {0}", 3: "{0} * {0} * {0}"}
+_BINARY = {"add": "{0} + {1}", "mul": "{0} * {1}", "sub": "{0} - {1}"}
+_TYPES = {"float32": "tl.float32", "bfloat16": "tl.bfloat16", "float16": "tl.float16"}
+
+
+# ------------------------------------------------------------------------------------------ what is computed
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor that the kernel loads: elements of the tensor that is handed over, `shift` after its first."""
+
+    value: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    shift: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operation: `formula` of its operands in float32, rounded to `common`, then to `dtype`."""
+
+    formula: str
+    operands: tuple[Tree, ...]
+    common: str
+    dtype: str
+
+
+Tree = Node | Leaf | float
+
+
+def leaves(tree: Tree) -> tuple[Leaf, ...]:
+    """Each once, in the order in which the kernel takes them."""
+    if isinstance(tree, Leaf):
+        return (tree,)
+    if not isinstance(tree, Node):
+        return ()
+    return tuple(dict.fromkeys(leaf for operand in tree.operands for leaf in leaves(operand)))
+
+
+def size_of(tree: Tree) -> int:
+    """How many operations it has."""
+    return 1 + sum(map(size_of, tree.operands)) if isinstance(tree, Node) else 0
+
+
+def operands(op: Op) -> tuple[int | float, ...] | None:
+    """What a fusible operation combines: values and numbers. None: not such an operation."""
+    formula = _formula(op)
+    if formula is None:
+        return None
+    args = op.args[:2] if "{1}" in formula else op.args[:1]
+    found: list[int | float] = []
+    for arg in args:
+        if isinstance(arg, Ref):
+            found.append(arg.value)
+        elif isinstance(arg, (int, float)) and not isinstance(arg, bool) and math.isfinite(arg):
+            found.append(float(arg))
+        else:
+            return None
+    return tuple(found)
+
+
+def is_fusible(graph: RegionGraph, op: Op) -> bool:
+    """Elementwise, one dense result, floating point all through."""
+    found = operands(op) if op.replayable and not op.view else None
+    if found is None or len(op.outputs) != 1 or op.outputs[0] < 0:
+        return False
+    values = [graph.values[v] for v in found if isinstance(v, int)]
+    made = graph.values[op.outputs[0]]
+    if not values or any(v.dtype not in _TYPES or v.bits for v in (*values, made)):
+        return False
+    one_type = len({v.dtype for v in values}) == 1  # a tensor without dimensions does not promote
+    return _is_dense(made) and made.offset == 0 and (one_type or all(v.shape for v in values))
+
+
+def node(graph: RegionGraph, op: Op, inner: tuple[Tree, ...]) -> Node:
+    formula = _formula(op)
+    assert formula is not None
+    types = {graph.values[v].dtype for v in operands(op) or () if isinstance(v, int)}
+    common = next(iter(types)) if len(types) == 1 else "float32"
+    return Node(formula, inner, common, graph.values[op.outputs[0]].dtype)
+
+
+def _formula(op: Op) -> str | None:
+    packet, _, variant = op.name.removeprefix("aten.").partition(".")
+    kwargs = dict(op.kwargs)
+    if op.name == "aten._to_copy.default":
+        return _UNARY[op.name] if list(kwargs) == ["dtype"] and isinstance(kwargs["dtype"], Const) else None
+    if packet in _BINARY and variant in ("Tensor", "out") and len(op.args) == 2:
+        plain = set(kwargs) <= ({"out"} if variant == "out" else set())
+        return _BINARY[packet] if plain and (variant == "out" or not op.written) else None
+    if op.written:
+        return None
+    if op.name == "aten.gelu.default":
+        return _GELU.get(str(kwargs.get("approximate", "none"))) if len(op.args) == 1 else None
+    if op.name == "aten.pow.Tensor_Scalar":
+        return next((text for exponent, text in _POWER.items() if op.args[1] == exponent), None)
+    return _UNARY.get(op.name) if not kwargs and len(op.args) == 1 else None
+
+
+def _is_dense(value: Value) -> bool:
+    expected = 1
+    for step, size in sorted(zip(value.stride, value.shape, strict=True)):
+        if size != 1 and step != expected:
+            return False
+        expected *= size
+    return expected > 0
+
+
+# ----------------------------------------------------------------------------------------------------- text
+
+
+def source_text(tree: Node, made: Value) -> str:
+    """The kernel that computes `tree` in the layout of `made`: its elements in the order of memory."""
+    found = leaves(tree)
+    sizes, strides = _coalesced(made, found)
+    count = math.prod(made.shape)
+    far = max([count, *(_reach(leaf) for leaf in found)]) > _NARROW_INDEX
+    program = "tl.program_id(0).to(tl.int64)" if far else "tl.program_id(0)"
+    lines = [
+        f"def fused(out, {', '.join(f'p{i}' for i in range(len(found)))}):",
+        f"    i = {program} * {_BLOCK} + tl.arange(0, {_BLOCK})",
+        f"    inside = i < {count}",
+    ]
+    rest = "i"
+    for dim in range(len(sizes) - 1, -1, -1):
+        lines.append(f"    c{dim} = {rest} % {sizes[dim]}" if dim else f"    c0 = {rest}")
+        if dim:
+            lines.append(f"    r{dim} = {rest} // {sizes[dim]}")
+            rest = f"r{dim}"
+    for number, (leaf, steps) in enumerate(zip(found, strides, strict=True)):
+        terms = [f"c{dim} * {step}" if step != 1 else f"c{dim}" for dim, step in enumerate(steps) if step]
+        where = " + ".join([*terms, *([str(leaf.shift)] if leaf.shift else [])]) or "i * 0"
+        lines.append(f"    v{number} = tl.load(p{number} + ({where}), inside).to(tl.float32)")
+    names: dict[Node, str] = {}
+    result = _emit(tree, {leaf: f"v{i}" for i, leaf in enumerate(found)}, names, lines)
+    lines.append(f"    tl.store(out + i, {result}.to({_TYPES[made.dtype]}), inside)")
+    return "\n".join(lines) + "\n"
+
+
+def _emit(tree: Tree, loaded: dict[Leaf, str], names: dict[Node, str], lines: list[str]) -> str:
+    if isinstance(tree, Leaf):
+        return loaded[tree]
+    if not isinstance(tree, Node):
+        return f"({tree!r})"
+    if tree not in names:
+        given = [_emit(operand, loaded, names, lines) for operand in tree.operands]
+        text = tree.formula.format(*given)
+        for dtype in dict.fromkeys((tree.common, tree.dtype)):
+            if dtype != "float32":
+                text = f"({text}).to({_TYPES[dtype]}).to(tl.float32)"
+        names[tree] = f"t{len(names)}"
+        lines.append(f"    {names[tree]} = {text}")
+    return names[tree]
+
+
+def _coalesced(made: Value, found: tuple[Leaf, ...]) -> tuple[list[int], list[list[int]]]:
+    """Dimensions from outer to inner in the memory of `made`, merged where every tensor runs on evenly; and
+    for each leaf its step along each of them."""
+    order = sorted((d for d, size in enumerate(made.shape) if size != 1), key=lambda d: -made.stride[d])
+    steps = [[_step(leaf, d - len(made.shape)) for d in order] for leaf in found]
+    sizes = [made.shape[d] for d in order]
+    dim = len(sizes) - 2
+    while dim >= 0:
+        if all(row[dim] == row[dim + 1] * sizes[dim + 1] for row in steps):
+            sizes[dim : dim + 2] = [sizes[dim] * sizes[dim + 1]]
+            for row in steps:
+                del row[dim]
+        dim -= 1
+    return sizes or [1], [row or [0] for row in steps]
+
+
+def _step(leaf: Leaf, dim: int) -> int:
+    """Along a dimension counted from the last; 0 where it is broadcast."""
+    if -dim > len(leaf.shape) or leaf.shape[dim] == 1:
+        return 0
+    return leaf.stride[dim]
+
+
+def _reach(leaf: Leaf) -> int:
+    return leaf.shift + sum((size - 1) * step for size, step in zip(leaf.shape, leaf.stride, strict=True))
+
+
+# -------------------------------------------------------------------------------------------------- kernels
+
+
+class Kernel:
+    """A compiled kernel; called with the tensors of its leaves it gives the value."""
+
+    __slots__ = ("_device", "_dtype", "_grid", "_launch", "_shape", "_stride", "text")
+
+    def __init__(self, text: str, made: Value, device: torch.device) -> None:
+        self.text = text
+        self._shape, self._stride, self._device = made.shape, made.stride, device
+        self._dtype: torch.dtype = getattr(torch, made.dtype)
+        self._grid = (-(-math.prod(made.shape) // _BLOCK),)
+        self._launch = _compiled(text)
+
+    def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_strided(self._shape, self._stride, dtype=self._dtype, device=self._device)
+        self._launch[self._grid](out, *tensors, num_warps=_WARPS, enable_fp_fusion=False)
+        return out
+
+    def prepare(self, dtypes: list[str]) -> None:
+        """Compile now: a grid of no programs launches nothing."""
+        tensors = [torch.empty(1, dtype=getattr(torch, dtype), device=self._device) for dtype in dtypes]
+        out = torch.empty(1, dtype=self._dtype, device=self._device)
+        self._launch[(0,)](out, *tensors, num_warps=_WARPS, enable_fp_fusion=False)
+
+
+_lock = threading.Lock()
+_kernels: dict[Any, Kernel] = {}
+
+
+def kernel(tree: Node, made: Value, device: torch.device) -> Kernel:
+    """Compiled and ready. Kernels are shared: regions of a kind, and recipes of a menu, ask for the same."""
+    text = source_text(tree, made)
+    key = (text, made.shape, made.stride, device)  # the same text may serve several layouts
+    with _lock:
+        found = _kernels.get(key)
+        if found is None:
+            found = Kernel(text, made, device)
+            found.prepare([leaf.dtype for leaf in leaves(tree)])
+            _kernels[key] = found
+    return found
+
+
+@cache
+def _compiled(text: str) -> Any:
+    """A Triton function of this text. Triton reads the source of what it compiles: linecache has it."""
+    triton = import_module("triton")
+    name = f"<remat fused {len(linecache.cache)}>"
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    space: dict[str, Any] = {
+        "tl": import_module("triton.language"),
+        "libdevice": import_module("triton.language.extra.cuda.libdevice"),
+        "__name__": __name__,
+    }
+    exec(compile(text, name, "exec"), space)
+    return triton.jit(space["fused"])
+
+
+def can_fuse(device: torch.device) -> bool:
+    """Whether Triton is there and compiles for this device. Says once why not."""
+    return device.type == "cuda" and torch.version.hip is None and _works(device.index or 0)
+
+
+@cache
+def _works(index: int) -> bool:
+    made = Value(0, 0, (8,), (1,), 0, "float32", None, True)
+    trial = Node(_UNARY["aten.silu.default"], (Leaf(1, (8,), (1,), 0, "float32"),), "float32", "float32")
+    try:
+        device = torch.device("cuda", index)
+        x = torch.linspace(-4, 4, 8, device=device)
+        result: Callable[..., torch.Tensor] = kernel(trial, made, device)
+        return torch.equal(result(x), torch.nn.functional.silu(x))
+    except Exception as error:  # what a missing compiler raises differs from version to version
+        _LOG.warning("recipes run operation by operation: a fused kernel could not be compiled: %s", error)
+        return False

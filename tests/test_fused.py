@@ -1,0 +1,296 @@
+"""Fused replay: the text of the kernels, run on the CPU by a stand-in for Triton, against torch's operations.
+
+On CUDA the kernels themselves are compared with torch's, bit for bit.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import remat
+from models import ZOO
+from planning import (
+    CPU,
+    LEAST,
+    assert_equal,
+    assert_planned_equals_plain,
+    fallbacks,
+    recipe_at,
+    regions_at,
+    survey_of,
+    train,
+)
+from remat import profiling
+from remat.check.bench import Bench
+from remat.records import Value
+from remat.run import fused
+from remat.run.recipe import compile_recipe
+from remat.run.same import bits
+from remat.trace.price import fused_prices
+
+# ------------------------------------------------------------------------------------- a stand-in for Triton
+
+
+class _Pointer:
+    def __init__(self, tensor: Tensor, index: Any = 0) -> None:
+        size = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
+        self.flat = tensor.as_strided((size,), (1,)) if size else tensor.flatten()
+        self.index = index
+
+    def __add__(self, index: Any) -> _Pointer:
+        moved = object.__new__(_Pointer)
+        moved.flat, moved.index = self.flat, self.index + index
+        return moved
+
+
+class _Language:
+    """The few words of Triton that the kernels use, on CPU tensors."""
+
+    float32, bfloat16, float16, int64 = torch.float32, torch.bfloat16, torch.float16, torch.int64
+    program = 0
+
+    def program_id(self, axis: int) -> Any:
+        return torch.tensor(self.program)
+
+    arange = staticmethod(torch.arange)
+    full = staticmethod(lambda shape, value, dtype: torch.full(shape, value, dtype=dtype))
+    fma = staticmethod(lambda a, b, c: (a.double() * b.double() + c.double()).float())
+    div_rn = staticmethod(lambda a, b: a / b)
+
+    @staticmethod
+    def load(pointer: _Pointer, inside: Tensor) -> Tensor:
+        index = torch.where(inside, pointer.index, 0)
+        assert int(index.min()) >= 0
+        return pointer.flat[index]
+
+    @staticmethod
+    def store(pointer: _Pointer, value: Tensor, inside: Tensor) -> None:
+        pointer.flat[pointer.index[inside]] = value[inside]
+
+
+class _Libdevice:
+    exp, tanh, erf = staticmethod(torch.exp), staticmethod(torch.tanh), staticmethod(torch.erf)
+
+
+class _Launcher:
+    def __init__(self, text: str) -> None:
+        self.tl = _Language()
+        self.space: dict[str, Any] = {"tl": self.tl, "libdevice": _Libdevice()}
+        exec(text, self.space)
+        self.launches = 0
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        def launch(*tensors: Tensor, num_warps: int, enable_fp_fusion: bool) -> None:
+            assert not enable_fp_fusion, "a contraction would change bits"
+            for program in range(grid[0]):
+                self.tl.program = program
+                self.space["fused"](*map(_Pointer, tensors))
+                self.launches += 1
+
+        return launch
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> dict[str, _Launcher]:
+    """Kernels run on the CPU. Only what the CPU rounds the same way however it is vectorised."""
+    made: dict[str, _Launcher] = {}
+    monkeypatch.setattr(fused, "_compiled", lambda text: made.setdefault(text, _Launcher(text)))
+    monkeypatch.setattr(fused, "can_fuse", lambda device: True)
+    monkeypatch.setattr(fused, "_kernels", {})
+    exact = ("aten._to_copy.default", "aten.neg.default")
+    monkeypatch.setattr(fused, "_UNARY", {name: fused._UNARY[name] for name in exact})
+    monkeypatch.setattr(fused, "_GELU", {})
+    return made
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5", "vit", "paligemma"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_recipes_give_the_same_gradients(
+    name: str, dtype: torch.dtype, stand_in: dict[str, _Launcher]
+) -> None:
+    case = ZOO[name]()
+    case.model.to(dtype)
+    if isinstance(case.batch, dict):
+        floats = {k: v.to(dtype) for k, v in case.batch.items() if v.is_floating_point()}
+        case = replace(case, batch=case.batch | floats)
+    expected = train(copy.deepcopy(case.model), case.run)
+    planned = regions_at(survey_of(case.model, case.run), LEAST, fused=True)
+    assert_planned_equals_plain(case.model, case.run, planned, expected)
+    assert not fallbacks(planned)
+    if name in ("llama", "gpt2", "t5"):
+        assert sum(launcher.launches for launcher in stand_in.values()) > 0, "nothing was fused"
+
+
+def test_a_norm_is_one_kernel_that_loads_no_intermediate(stand_in: dict[str, _Launcher]) -> None:
+    """cast, multiply by the kept root, cast back, weight: what Llama's norm does in bfloat16."""
+    case = ZOO["llama"]()
+    case.model.to(torch.bfloat16)
+    found = survey_of(case.model, case.run)
+    (species,) = found.species
+    assert species.graph is not None
+    plain = compile_recipe(species.graph, recipe_at(species.graph, LEAST), CPU)
+    together = compile_recipe(species.graph, replace(recipe_at(species.graph, LEAST), fused=True), CPU)
+    assert together.text.count("def g") < plain.text.count("def g")
+    norms = [text for text in stand_in if text.count("bfloat16") >= 2 and text.count("tl.load") == 3]
+    assert norms, "input, root and weight are loaded, and nothing between"
+
+
+def value(shape: tuple[int, ...], dtype: str = "float32", stride: tuple[int, ...] | None = None) -> Value:
+    stride = torch.empty(shape).stride() if stride is None else stride
+    return Value(0, 0, shape, stride, 0, dtype, None, True)
+
+
+def leaf(number: int, tensor: Tensor) -> fused.Leaf:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return fused.Leaf(number, tuple(tensor.shape), tensor.stride(), 0, dtype)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (2, 1, 0)])
+def test_strides_and_broadcasts(order: tuple[int, int, int], stand_in: dict[str, _Launcher]) -> None:
+    """The result may lie transposed, an operand may be a column, a row, a transposed or a sliced tensor."""
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(5, 6, 7, generator=generator).permute(order)
+    column = torch.randn(*a.shape[:2], 1, generator=generator)
+    row = torch.randn(a.shape[-1], generator=generator)
+    sliced = torch.randn(*a.shape[:2], 2 * a.shape[-1], generator=generator)[..., ::2]
+    inner = fused.Node("{0} * {1}", (leaf(0, a), leaf(1, column)), "float32", "float32")
+    tree = fused.Node(
+        "{0} - {1}",
+        (fused.Node("{0} + {1}", (inner, leaf(2, row)), "float32", "float32"), leaf(3, sliced)),
+        "float32", "float32",
+    )  # fmt: skip
+    expected = torch.empty_like(a).copy_(a * column + row - sliced)
+    made = value(tuple(a.shape), stride=expected.stride())
+    result = fused.kernel(tree, made, CPU)(a, column, row, sliced)
+    assert torch.equal(result, expected)
+    assert result.stride() == expected.stride()
+
+
+def test_every_operation_rounds(stand_in: dict[str, _Launcher]) -> None:
+    """bfloat16 after bfloat16: 1 + 1/256 + 1/256 stays 1, and would not if it were rounded once."""
+    one, small = torch.ones(4).bfloat16(), torch.full((4,), 1 / 256).bfloat16()
+    inner = fused.Node("{0} + {1}", (leaf(0, one), leaf(1, small)), "bfloat16", "bfloat16")
+    tree = fused.Node("{0} + {1}", (inner, leaf(1, small)), "bfloat16", "bfloat16")
+    assert torch.equal(fused.kernel(tree, value((4,), "bfloat16"), CPU)(one, small), one)
+
+
+def test_a_kernel_that_does_not_compile_is_replaced_by_its_operations(
+    stand_in: dict[str, _Launcher], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(text: str) -> Any:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(fused, "_compiled", refuse)
+    case = ZOO["llama"]()
+    expected = train(copy.deepcopy(case.model), case.run)
+    planned = regions_at(survey_of(case.model, case.run), LEAST, fused=True)
+    assert_planned_equals_plain(case.model, case.run, planned, expected)
+    assert "no compiler" in caplog.text
+
+
+def test_fit_measures_fused_recipes_and_keeps_those_that_are_exact(
+    stand_in: dict[str, _Launcher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiling, "can_fuse", fused.can_fuse)
+    monkeypatch.setattr(Bench, "launch_bound", property(lambda bench: False))  # the stand-in is slow
+    for exact in (True, False):
+        case = ZOO["llama"]()
+        case.model.to(torch.bfloat16)
+        expected = train(copy.deepcopy(case.model), case.run)
+        monkeypatch.setattr(fused, "_kernels", {})
+        if not exact:
+            monkeypatch.setattr(fused, "_BINARY", fused._BINARY | {"mul": "{0} * {1} * 2.0"})
+        stand_in.clear()
+        with remat.fit(case.model, case.batch, activations=0.6, loss=case.loss) as handle:
+            recipes = [v.program.recipe for r in handle.regions for v in r.variants.values() if v.program]
+            assert recipes
+            assert all(recipe.fused for recipe in recipes) == exact
+            assert handle.verification.equal
+            assert_equal(expected, train(case.model, case.run))
+
+
+def test_fused_prices_count_what_leaves_the_kernel() -> None:
+    """A chain of two operations, of which only the second is saved: the first costs its load alone."""
+    case = ZOO["llama"]()
+    case.model.to(torch.bfloat16)
+    graph = survey_of(case.model, case.run).species[0].graph
+    assert graph is not None
+    cheaper = fused_prices(graph)
+    pairs = list(zip(graph.ops, cheaper.ops, strict=True))
+    assert all(after.seconds <= before.seconds for before, after in pairs)
+    changed = [before.name for before, after in pairs if after.seconds < before.seconds]
+    assert changed
+    assert not any("mm" in name or "attention" in name for name in changed)
+
+
+def test_nothing_is_fused_without_triton() -> None:
+    assert not fused.can_fuse(CPU)
+
+
+# ------------------------------------------------------------------------------------------- Triton's kernels
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_each_formula_gives_the_bits_of_torch(dtype: torch.dtype) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert fused.can_fuse(device)
+    if dtype.itemsize == 2:
+        x = torch.arange(-(2**15), 2**15, device=device, dtype=torch.int16).view(dtype)
+        x = x[x.isfinite()]
+    else:
+        x = torch.randn(2**20, device=device) * torch.logspace(-30, 3, 2**20, device=device)
+    name = str(dtype).removeprefix("torch.")
+    made = value(tuple(x.shape), name)
+    run = {
+        "aten.exp.default": torch.exp, "aten.neg.default": torch.neg, "aten.sigmoid.default": torch.sigmoid,
+        "aten.silu.default": nn.functional.silu, "aten.tanh.default": torch.tanh,
+    }  # fmt: skip
+    formulas = {key: (fused._UNARY[key], function) for key, function in run.items()}
+    for kind, text in fused._GELU.items():
+        formulas[f"gelu {kind}"] = (text, partial(nn.functional.gelu, approximate=kind))
+    for power, text in fused._POWER.items():
+        formulas[f"pow {power}"] = (text, partial(torch.pow, exponent=power))
+    different = {}
+    for key, (text, function) in formulas.items():
+        result = fused.kernel(fused.Node(text, (leaf(0, x),), name, name), made, device)(x)
+        expected = function(x)
+        nan = result.isnan() & expected.isnan()
+        unequal = (bits(result) != bits(expected)) & ~nan
+        if bool(unequal.any()):
+            worst = int(unequal.nonzero()[0])
+            different[key] = (
+                int(unequal.sum()),
+                float(x[worst]),
+                float(result[worst]),
+                float(expected[worst]),
+            )
+    assert not different
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_fit_uses_fused_recipes_with_the_same_bits() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=512, intermediate_size=1408, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=4, vocab_size=512, use_cache=False,
+    )  # fmt: skip
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(config).bfloat16().train()
+    ids = torch.randint(0, 512, (8, 512), device="cuda")
+    with remat.fit(model, {"input_ids": ids, "labels": ids}, activations=0.5) as handle:
+        recipes = [v.program.recipe for r in handle.regions for v in r.variants.values() if v.program]
+        assert recipes
+        assert all(recipe.fused for recipe in recipes)
+        assert handle.verification.equal

@@ -8,7 +8,7 @@ WORKERS ?= 2
 STAMP := .venv/.installed
 BIN := .venv/bin
 
-.PHONY: demo test test-all lint types clean
+.PHONY: demo test test-all lint types browser clean
 
 demo: $(STAMP)
 	$(BIN)/remat demo
@@ -16,11 +16,15 @@ demo: $(STAMP)
 # One thread for each worker: more threads than cores wait for each other.
 test test-all: export OMP_NUM_THREADS = 1
 
-test: $(STAMP)
+test: $(STAMP) browser
 	$(BIN)/pytest -n $(WORKERS) -m "not slow"
 
-test-all: $(STAMP)
+test-all: $(STAMP) browser
 	$(BIN)/pytest -n $(WORKERS)
+
+# The tests of the HTML report open it in Chromium.
+browser:
+	scripts/browser.sh
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -32,7 +36,7 @@ types: $(STAMP)
 # Installed again whenever the requirements change; the pins live in constraints.txt.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[dev,hf,diffusers]'
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[dev,docs,hf,diffusers]'
 	touch $@
 
 clean:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 import remat
 from remat.check.measure import Measurement
 from remat.check.verify import Verification, verify
+from remat.show.progress import showing
 from remat.units import format_bytes, format_seconds
 
 __all__ = ["GPT", "Config", "Row", "compare_ways", "demo"]
@@ -76,6 +78,13 @@ class GPT(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
 
 
+def build() -> tuple[GPT, dict[str, Tensor]]:
+    """The demo's model and batch, for `remat plan remat.demo:build`."""
+    torch.manual_seed(0)
+    config = Config()
+    return GPT(config), _batches(config, torch.device("cpu"))[0]
+
+
 @dataclass(frozen=True)
 class Row:
     """One way to run the same training."""
@@ -85,6 +94,17 @@ class Row:
     losses: tuple[float, ...]
     verification: Verification | None  # None: this is the untouched step itself
 
+    def as_dict(self) -> dict[str, Any]:
+        verified = self.verification
+        return {
+            "step": self.name,
+            "peak_bytes": self.measurement.peak_bytes,
+            "activation_bytes": self.measurement.activation_bytes,
+            "seconds": self.measurement.seconds,
+            "bitwise": None if verified is None else verified.bitwise,
+            "losses": list(self.losses),
+        }
+
 
 def compare_ways(
     config: Config, device: str | torch.device, progress: Callable[[str], None] = lambda _: None
@@ -93,22 +113,14 @@ def compare_ways(
     ways: dict[str, Callable[[nn.Module, dict[str, Tensor]], object]] = {
         "plain": lambda model, batch: None,
         "remat.enable": lambda model, batch: remat.enable(model),
+        "remat.fit 0.5": lambda model, batch: remat.fit(model, batch, activations=0.5),
     }
-    if _has_fit():
-        ways["remat.fit 0.5"] = lambda model, batch: remat.fit(model, batch, activations=0.5)
     batches = _batches(config, torch.device(device))
     rows = []
     for name, prepare in ways.items():
         progress(name)
         rows.append(_train(name, prepare, config, batches))
     return rows
-
-
-def _has_fit() -> bool:
-    try:
-        return callable(remat.fit)
-    except (ImportError, AttributeError):
-        return False
 
 
 def _train(
@@ -156,34 +168,42 @@ def demo(
     """Run every way and print the table."""
     config, console = config or Config(), console or Console()
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    parameters = sum(p.numel() for p in GPT(config).parameters())
-    console.print(
-        f"GPT, {config.layers} blocks, {parameters / 1e6:.1f} M parameters, "
-        f"batch {config.batch} x {config.context}, {config.steps} AdamW steps on {place}",
-        highlight=False,
-    )
-    with console.status("") as spinner:
-        rows = compare_ways(config, place, lambda name: spinner.update(f"training: {name}"))
-    console.print(_table(rows))
+    rows = train(place, config)
+    console.print(headline(config, place), highlight=False)
+    console.print(table(rows))
     return rows
 
 
-def _table(rows: list[Row]) -> Table:
+def train(place: str, config: Config) -> list[Row]:
+    """Every way, with progress on standard error."""
+    with showing("remat: training") as progress:
+        return compare_ways(config, place, progress)
+
+
+def headline(config: Config, place: str) -> str:
+    parameters = sum(p.numel() for p in GPT(config).parameters())
+    return (
+        f"GPT, {config.layers} blocks, {parameters / 1e6:.1f} M parameters, "
+        f"batch {config.batch} x {config.context}, {config.steps} AdamW steps on {place}"
+    )
+
+
+def table(rows: list[Row]) -> Table:
     plain = rows[0]
     first, last = plain.losses[0], plain.losses[-1]
     alike = "in every row" if all(row.losses == plain.losses for row in rows) else "in the first row only"
     meaning = "activations: peak above what was resident before the step"
-    table = Table(caption=f"{meaning}\nloss {first:.3f} -> {last:.3f} {alike}")
-    table.add_column("step")
+    shown = Table(caption=f"{meaning}\nloss {first:.3f} -> {last:.3f} {alike}")
+    shown.add_column("step")
     for title in ("peak", "activations", "time per step", "gradients\nbit-equal"):
-        table.add_column(title, justify="right")
+        shown.add_column(title, justify="right")
     for row in rows:
         now, before = row.measurement, plain.measurement
-        table.add_row(
+        shown.add_row(
             row.name,
             format_bytes(now.peak_bytes),
             f"{format_bytes(now.activation_bytes)} ({now.activation_bytes / before.activation_bytes:.2f})",
             f"{format_seconds(now.seconds)} ({now.seconds / before.seconds:.2f})",
             "-" if row.verification is None else "yes" if row.verification.bitwise else "no",
         )
-    return table
+    return shown

@@ -65,7 +65,7 @@ from remat.trace.price import Rates, estimate
 from remat.trace.survey import Species, survey, timeline
 from remat.trees import map_tensors
 
-__all__ = ["OptimizerLike", "estimate_profile"]
+__all__ = ["OptimizerLike", "estimate_profile", "optimizer_class"]
 
 Progress = Callable[[str], None]
 OptimizerLike: TypeAlias = "str | Callable[..., torch.optim.Optimizer]"
@@ -362,7 +362,7 @@ def _optimizer_bytes(model: nn.Module, given: OptimizerLike | None, target: Devi
     """A probe with small real parameters, scaled up (check.optimizer)."""
     if given is None:
         return None
-    make = _optimizer_class(given) if isinstance(given, str) else given
+    make = optimizer_class(given) if isinstance(given, str) else given
     if isinstance(make, torch.optim.Optimizer):
         raise InputError(
             "optimizer belongs to parameters that exist, but the model is built anew; pass its class, its "
@@ -375,7 +375,8 @@ def _optimizer_bytes(model: nn.Module, given: OptimizerLike | None, target: Devi
     return optimizer_bytes(optimizer, _HOST)
 
 
-def _optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
+def optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
+    """ "adamw" -> torch.optim.AdamW."""
     classes = {
         cls.__name__.lower(): cls
         for cls in vars(torch.optim).values()

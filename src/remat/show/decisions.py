@@ -13,7 +13,7 @@ from remat.planner.simulate import Span, call_label, spans
 from remat.records import Action, Entry, Kind, Mode, Plan, Recipe, RegionGraph, Role
 from remat.units import format_bytes, format_seconds
 
-__all__ = ["RegionRow", "TensorRow", "grouped", "region_rows", "tensor_rows", "way"]
+__all__ = ["RegionRow", "TensorRow", "explained", "grouped", "region_rows", "tensor_rows", "way"]
 
 
 @dataclass(frozen=True)
@@ -189,10 +189,11 @@ def _tensor_row(graph: RegionGraph, storage: int, value: int, entry: Entry, seco
 
 
 def _maker(graph: RegionGraph, storage: int, value: int) -> int | None:
-    """The operation that made the memory: views of it say nothing."""
-    first = graph.values[value].producer
-    makers = [seen.producer for seen in graph.values if seen.storage == storage and seen.producer is not None]
-    return next((maker for maker in makers if not graph.ops[maker].view), first)
+    """The operation that made the memory: views of it say nothing, and `empty` leaves it to the next one."""
+    makers = [v.producer for v in graph.values if v.storage == storage and v.producer is not None]
+    made = [maker for maker in makers if not graph.ops[maker].view]
+    filled = [maker for maker in made if not _short(graph.ops[maker].name).startswith("empty")]
+    return next(iter((*filled, *made)), graph.values[value].producer)
 
 
 def _short(operation: str) -> str:
@@ -227,9 +228,10 @@ def _why_tensor_kept(graph: RegionGraph, storage: int) -> str:
     if found.role is Role.INPUT:
         return "an input, from which others are rebuilt"
     makers = [graph.ops[v.producer] for v in graph.values if v.storage == storage and v.producer is not None]
-    stuck = next((op for op in makers if not op.replayable), None)
-    if stuck is not None:
-        return f"cannot be rebuilt: {stuck.reason or _short(stuck.name)}"
+    stuck = [op for op in makers if not op.replayable]
+    if stuck:
+        why = next((op for op in stuck if not _short(op.name).startswith("empty")), stuck[0])
+        return f"cannot be rebuilt: {why.reason or _short(why.name)}"
     cost = sum(op.seconds for op in makers if not op.view)
     return f"worth its bytes: its own operation takes {format_seconds(cost)}"
 
@@ -264,3 +266,26 @@ def grouped(rows: Sequence[RegionRow]) -> list[tuple[RegionRow, int]]:
         counts[key] = counts.get(key, 0) + 1
         first.setdefault(key, row)
     return [(first[key], count) for key, count in counts.items()]
+
+
+def explained(plan: Plan) -> dict[str, Any]:
+    """Every region call, and the tensors of each distinct (kind, choice), ready for JSON."""
+    rows = region_rows(plan)
+    return {
+        "model": plan.profile.model,
+        "device": plan.profile.environment.device_name,
+        "budget_bytes": plan.budget_bytes,
+        "regions": [row.as_dict() for row in rows],
+        "tensors": [
+            {
+                "kind": row.kind,
+                "choice": row.choice,
+                "like": row.label,
+                "calls": count,
+                "tensors": [
+                    t.as_dict() for t in tensor_rows(plan.profile.kinds[row.kind], plan.entry(row.index))
+                ],
+            }
+            for row, count in grouped(rows)
+        ],
+    }

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["environment_rows", "facts", "notes_of", "trade_off"]
 
-_MOST_POINTS, _LEAST_POINTS = 20, 8  # of the frontier
-_CALLS_PER_SECOND = 600  # planned per second or so: what a frontier may take
+_MOST_POINTS, _LEAST_POINTS = 20, 5  # of the frontier
+_CALLS_PER_SECOND = 480  # planned per second or so: what a frontier may take
 
 
 def facts(report: Report) -> dict[str, Any]:

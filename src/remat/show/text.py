@@ -29,7 +29,7 @@ _WIDTH = 64
 
 @dataclass(frozen=True)
 class Report:
-    """print(report) for a person, report.as_dict() for a program, report.save("fit.json" / "fit.txt").
+    """print(report) for a person, report.as_dict() for a program, report.save("fit.html" / ".json" / ".txt").
 
     `events`: what happened while it ran, one mapping each, in order; keys are shown as they are.
     """
@@ -110,15 +110,19 @@ class Report:
         return facts(self)
 
     def save(self, path: str | Path) -> Path:
-        """Write the report; the ending decides: .json or .txt."""
+        """Write the report; the ending decides: .html (one file that works offline), .json or .txt."""
         path = Path(path)
-        if path.suffix == ".json":
+        if path.suffix == ".html":
+            from remat.show.html import page
+
+            text = page(self)
+        elif path.suffix == ".json":
             text = json.dumps({**facts(self), "trade_off": trade_off(self.plan)}, indent=1)
         elif path.suffix == ".txt":
             text = str(self) + "\n"
         else:
             ending = path.suffix or "a file without ending"
-            raise InputError(f"cannot write a report as {ending!r}; use .json or .txt")
+            raise InputError(f"cannot write a report as {ending!r}; use .html, .json or .txt")
         path.write_text(text, encoding="utf-8")
         return path
 

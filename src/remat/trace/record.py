@@ -48,7 +48,10 @@ _WORKSPACES = {
 }
 # These write their target without reading it, so a replay starts from fresh memory.
 OVERWRITES = {"copy_", "fill_", "zero_"}
-_LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
+_HOME = os.path.dirname(os.path.dirname(__file__))
+_LIBRARIES = (os.path.dirname(torch.__file__), _HOME)
+_DEMO = os.path.join(_HOME, "demo.py")  # a model like any user's
+_COMMANDS = os.path.join(_HOME, "cli.py")  # above it there is no line of the user's
 
 
 @dataclass
@@ -327,7 +330,9 @@ def _user_line() -> str:
     frame: Any = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        if not path.startswith((*_LIBRARIES, "<")):
+        if path == _COMMANDS:
+            return ""
+        if path == _DEMO or not path.startswith((*_LIBRARIES, "<")):
             return f"{path.rsplit('/', 1)[-1]}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

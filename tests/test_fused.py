@@ -29,10 +29,9 @@ from planning import (
 )
 from remat import profiling
 from remat.check.bench import Bench
-from remat.records import Value
+from remat.records import Op, Ref, Value
 from remat.run import fused
 from remat.run.recipe import compile_recipe
-from remat.run.same import bits
 from remat.trace.price import fused_prices
 
 # ------------------------------------------------------------------------------------- a stand-in for Triton
@@ -212,7 +211,7 @@ def test_fit_measures_fused_recipes_and_keeps_those_that_are_exact(
             recipes = [v.program.recipe for r in handle.regions for v in r.variants.values() if v.program]
             assert recipes
             assert all(recipe.fused for recipe in recipes) == exact
-            assert handle.verification.equal
+            assert handle.verification.bitwise
             assert_equal(expected, train(case.model, case.run))
 
 
@@ -230,6 +229,18 @@ def test_fused_prices_count_what_leaves_the_kernel() -> None:
     assert not any("mm" in name or "attention" in name for name in changed)
 
 
+def test_a_formula_that_rounds_otherwise_is_not_used(
+    stand_in: dict[str, _Launcher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silu = Op("aten.silu.default", (Ref(0),), (), (0,), (1,))
+    fused._tried.cache_clear()
+    monkeypatch.setattr(fused, "_UNARY", {silu.name: "{0} * tl.div_rn(1.0, 1.0 + libdevice.exp(-{0}))"})
+    assert not fused.is_exact(silu, "float32", CPU)
+    monkeypatch.setattr(fused, "_UNARY", {silu.name: "tl.div_rn({0}, 1.0 + libdevice.exp(-{0})) + 0 * {0}"})
+    assert fused.is_exact(silu, "bfloat16", CPU), "the CPU computes it just so"
+    fused._tried.cache_clear()
+
+
 def test_nothing_is_fused_without_triton() -> None:
     assert not fused.can_fuse(CPU)
 
@@ -237,19 +248,16 @@ def test_nothing_is_fused_without_triton() -> None:
 # ------------------------------------------------------------------------------------------- Triton's kernels
 
 
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_each_formula_gives_the_bits_of_torch(dtype: torch.dtype) -> None:
+@needs_cuda
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_each_formula_gives_the_bits_of_torch(dtype: str) -> None:
+    """But for those of a library, which depend on its version: they are tried before they are used."""
     device = torch.device("cuda", torch.cuda.current_device())
     assert fused.can_fuse(device)
-    if dtype.itemsize == 2:
-        x = torch.arange(-(2**15), 2**15, device=device, dtype=torch.int16).view(dtype)
-        x = x[x.isfinite()]
-    else:
-        x = torch.randn(2**20, device=device) * torch.logspace(-30, 3, 2**20, device=device)
-    name = str(dtype).removeprefix("torch.")
-    made = value(tuple(x.shape), name)
     run = {
         "aten.exp.default": torch.exp, "aten.neg.default": torch.neg, "aten.sigmoid.default": torch.sigmoid,
         "aten.silu.default": nn.functional.silu, "aten.tanh.default": torch.tanh,
@@ -259,28 +267,18 @@ def test_each_formula_gives_the_bits_of_torch(dtype: torch.dtype) -> None:
         formulas[f"gelu {kind}"] = (text, partial(nn.functional.gelu, approximate=kind))
     for power, text in fused._POWER.items():
         formulas[f"pow {power}"] = (text, partial(torch.pow, exponent=power))
-    different = {}
-    for key, (text, function) in formulas.items():
-        result = fused.kernel(fused.Node(text, (leaf(0, x),), name, name), made, device)(x)
-        expected = function(x)
-        nan = result.isnan() & expected.isnan()
-        unequal = (bits(result) != bits(expected)) & ~nan
-        if bool(unequal.any()):
-            worst = int(unequal.nonzero()[0])
-            different[key] = (
-                int(unequal.sum()),
-                float(x[worst]),
-                float(result[worst]),
-                float(expected[worst]),
-            )
-    assert not different
+    exact = {key: fused._gives_torch_bits(text, run, dtype, device) for key, (text, run) in formulas.items()}
+    print(dtype, exact)
+    assert all(same for key, same in exact.items() if "libdevice" not in formulas[key][0])
+    assert exact["aten.silu.default"]
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_fit_uses_fused_recipes_with_the_same_bits() -> None:
+@needs_cuda
+def test_fit_uses_fused_recipes_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    monkeypatch.setattr(Bench, "launch_bound", property(lambda bench: False))
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=512, intermediate_size=1408, num_hidden_layers=4, num_attention_heads=4,
@@ -293,4 +291,4 @@ def test_fit_uses_fused_recipes_with_the_same_bits() -> None:
         recipes = [v.program.recipe for r in handle.regions for v in r.variants.values() if v.program]
         assert recipes
         assert all(recipe.fused for recipe in recipes)
-        assert handle.verification.equal
+        assert handle.verification.bitwise

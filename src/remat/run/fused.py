@@ -22,9 +22,11 @@ from typing import Any
 import torch
 
 from remat.records import Const, Op, Ref, RegionGraph, Value
+from remat.run.replay import overload
+from remat.run.same import bits
 
 __all__ = [
-    "Kernel", "Leaf", "Node", "Tree", "can_fuse", "is_fusible", "kernel", "leaves", "node", "operands",
+    "Kernel", "Leaf", "Node", "Tree", "can_fuse", "is_exact", "is_fusible", "kernel", "leaves", "node", "operands",
     "size_of", "source_text",
 ]  # fmt: skip
 
@@ -35,7 +37,8 @@ _WARPS = 4
 _NARROW_INDEX = 2**31 - 1
 
 # Values as float32, rounded to what the operation gives. Each is what torch's CUDA kernels compute; what they
-# contract (the fma in gelu) is contracted here.
+# contract (the fma in gelu) is contracted here. Functions from a library differ between its versions: those
+# are compared with torch's own before they are used.
 _UNARY = {
     "aten._to_copy.default": "{0}",
     "aten.exp.default": "libdevice.exp({0})",
@@ -294,18 +297,49 @@ def _compiled(text: str) -> Any:
 
 def can_fuse(device: torch.device) -> bool:
     """Whether Triton is there and compiles for this device. Says once why not."""
-    return device.type == "cuda" and torch.version.hip is None and _works(device.index or 0)
+    return device.type == "cuda" and torch.version.hip is None and _works(device)
 
 
 @cache
-def _works(index: int) -> bool:
-    made = Value(0, 0, (8,), (1,), 0, "float32", None, True)
-    trial = Node(_UNARY["aten.silu.default"], (Leaf(1, (8,), (1,), 0, "float32"),), "float32", "float32")
+def _works(device: torch.device) -> bool:
     try:
-        device = torch.device("cuda", index)
-        x = torch.linspace(-4, 4, 8, device=device)
-        result: Callable[..., torch.Tensor] = kernel(trial, made, device)
-        return torch.equal(result(x), torch.nn.functional.silu(x))
+        return _gives_torch_bits("{0} * {0}", lambda x: x * x, "bfloat16", device)
     except Exception as error:  # what a missing compiler raises differs from version to version
         _LOG.warning("recipes run operation by operation: a fused kernel could not be compiled: %s", error)
         return False
+
+
+def is_exact(op: Op, dtype: str, device: torch.device) -> bool:
+    """Whether this operation gives torch's bits in a kernel: arithmetic does, library functions are tried."""
+    formula = _formula(op)
+    assert formula is not None
+    if "libdevice" not in formula:
+        return True
+    return _tried(formula, op.name, tuple(op.kwargs), dtype, device)
+
+
+@cache
+def _tried(
+    formula: str, name: str, kwargs: tuple[tuple[str, Any], ...], dtype: str, device: torch.device
+) -> bool:
+    function = overload(name)
+    return _gives_torch_bits(formula, lambda x: function(x, **dict(kwargs)), dtype, device)
+
+
+def _gives_torch_bits(
+    formula: str, function: Callable[[torch.Tensor], torch.Tensor], dtype: str, device: torch.device
+) -> bool:
+    """On every finite number of 16 bits, or as many of 32 bits, of all magnitudes."""
+    kind: torch.dtype = getattr(torch, dtype)
+    patterns = torch.arange(-(2**15), 2**15, device=device)
+    if kind.itemsize == 2:
+        x = patterns.to(torch.int16).view(kind)
+    else:  # a prime step through the numbers, so that their last bits vary
+        x = (patterns * 65521).to(torch.int32).view(kind)
+    x = torch.where(x.isfinite(), x, 1.0)
+    leaf = Leaf(0, tuple(x.shape), x.stride(), 0, dtype)
+    made = Value(0, 0, tuple(x.shape), x.stride(), 0, dtype, None, True)
+    found = kernel(Node(formula, (leaf,), dtype, dtype), made, device)(x)
+    expected = function(x)
+    same = (bits(found) == bits(expected)) | (found.isnan() & expected.isnan())
+    return bool(same.all())

@@ -300,6 +300,9 @@ class _Compiler:
         op = self.graph.ops[self._op_of(value)]
         if not fused.is_fusible(self.graph, op):
             return None
+        types = {self.graph.values[v].dtype for v in op.inputs}
+        if not all(fused.is_exact(op, dtype, self.device) for dtype in types):
+            return None
         inner = tuple(
             self._operand(operand, readers) if isinstance(operand, int) else operand
             for operand in fused.operands(op) or ()

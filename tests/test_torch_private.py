@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 
 import pytest
 import torch
@@ -170,3 +171,11 @@ def test_run_backward_leaves_function_modes_on():
         private.run_backward(loss, torch.ones(()))
     assert torch.neg in seen
     assert torch.equal(x.grad, -torch.ones(2))
+
+
+def test_the_memory_history_has_the_parts_that_a_snapshot_needs() -> None:
+    """Without CUDA only their names and arguments can be pinned; test_snapshot.py runs them on a GPU."""
+    memory = torch.cuda.memory
+    assert "enabled" in inspect.signature(memory._record_memory_history_impl).parameters
+    assert list(inspect.signature(memory._set_memory_metadata).parameters) == ["metadata"]
+    assert "filename" in inspect.signature(memory._dump_snapshot).parameters

@@ -27,7 +27,10 @@ __all__ = [
     "in_functorch",
     "in_jit_trace",
     "keeps_graph",
+    "label_allocations",
+    "record_allocations",
     "run_backward",
+    "save_allocations",
     "sequence_number",
     "storage_ref",
     "wrapper_tensor",
@@ -144,3 +147,18 @@ def run_backward(
         allow_unreachable=True,
         accumulate_grad=True,
     )
+
+
+def record_allocations(on: bool) -> None:
+    """From now on CUDA's allocator writes down what it gives and takes, with stack traces; or no longer."""
+    torch.cuda.memory._record_memory_history("all" if on else None)
+
+
+def label_allocations(label: str) -> None:
+    """What the allocator writes down from now on carries this text."""
+    torch.cuda.memory._set_memory_metadata(label)
+
+
+def save_allocations(path: str) -> None:
+    """What was written down, as the file that pytorch.org/memory_viz reads."""
+    torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 from torch import nn
 
 from remat.check.peak import StepPeak
+from remat.check.snapshot import snapshot
 from remat.check.step import fingerprint
 from remat.check.verify import Verification
 from remat.errors import PlanError
@@ -56,6 +59,12 @@ class Handle:
     def report(self) -> Report:
         """Everything that was decided and measured, for reading: print it, or save it."""
         return Report(self.plan, self.verification, self.measured, self.status().rows)
+
+    def snapshot(self, path: str | Path) -> AbstractContextManager[None]:
+        """On CUDA: what is allocated inside this context is saved for pytorch.org/memory_viz, and beside each
+        allocation the name of the region that was running. It costs time: take it of one step.
+        """
+        return snapshot(self.model, path)
 
     def remove(self) -> None:
         """Take everything off the model again. A second call does nothing."""

@@ -6,17 +6,39 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 __all__ = ["showing"]
 
 _PATIENCE_SECONDS = 1.0
 
 
+_outer: ContextVar[Callable[[str], None] | None] = ContextVar("_outer", default=None)
+
+
 @contextmanager
 def showing(title: str) -> Iterator[Callable[[str], None]]:
-    """Gives a function to call with what is being done now; it is shown once the work has taken a second."""
+    """Gives a function to call with what is being done now; it is shown once the work has taken a second.
+
+    Inside another one, its words go there: a terminal has one line for progress.
+    """
+    outer = _outer.get()
+    if outer is not None:
+        yield lambda doing: outer(f"{title.removeprefix('remat: ')}: {doing}")
+        return
+    with _line(title) as say:
+        token = _outer.set(say)
+        try:
+            yield say
+        finally:
+            _outer.reset(token)
+
+
+@contextmanager
+def _line(title: str) -> Iterator[Callable[[str], None]]:
     try:
         from rich.console import Console
+        from rich.markup import escape
         from rich.status import Status
     except ImportError:  # rich is for people; a machine without it gets plain lines
         with _plain(title) as plain_say:
@@ -33,7 +55,7 @@ def showing(title: str) -> Iterator[Callable[[str], None]]:
     def say(doing: str) -> None:
         nonlocal shown
         elapsed = time.monotonic() - start
-        line.update(f"{title}: {doing} [dim]{elapsed:.0f} s[/dim]")
+        line.update(f"{escape(title)}: {escape(doing)} [dim]{elapsed:.0f} s[/dim]")
         if not shown and elapsed > _PATIENCE_SECONDS:
             line.start()
             shown = True

@@ -6,6 +6,7 @@ with every region checkpointed.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -61,7 +62,9 @@ __all__ = [
 Progress = Callable[[str], None]
 
 _LEVELS = 16  # shares of a region's saved bytes that a recipe is sought for
+_LOG = logging.getLogger(__name__)
 _OPS_PER_SLOT = 3  # dropping and unpacking one tensor takes the host about as long as so many operations
+_OPS_PER_REGION = 25  # and looking through the graph of a region that drops anything as long as so many
 _LEAST_SHARE = 0.8  # of the priced replay seconds that a measured entry is believed to cost at the least
 
 
@@ -266,13 +269,14 @@ def _kind(species: Species, inputs: Inputs, device: torch.device, progress: Prog
         menu_entry(Mode.FULL, again, _extra(again, keep, forward_seconds, device), None, len(example.inputs)),
     ]
     note = species.note
-    for recipe in _recipes(graph, keep, device) if graph is not None else ():
+    for recipe in _recipes(graph, keep, device):
         try:
-            recipe, measured = _bench_fastest(species, recipe, inputs, keep, device)
+            recipe, measured = _bench_fused(species, recipe, inputs, device)
         except CaptureError as error:
             note = note or str(error)
             continue
-        extra = _extra(measured, keep, recipe.replay_seconds, device)
+        assert graph is not None
+        extra = _recipe_extra(recipe, measured, keep, graph, device)
         entries.append(menu_entry(Mode.RECIPE, measured, extra, graph, len(example.inputs), recipe))
     return Kind(
         signature=species.signature,
@@ -284,13 +288,21 @@ def _kind(species: Species, inputs: Inputs, device: torch.device, progress: Prog
     )
 
 
-def _recipes(graph: RegionGraph, keep: Bench, device: torch.device) -> tuple[Recipe, ...]:
+def _recipes(graph: RegionGraph | None, keep: Bench, device: torch.device) -> tuple[Recipe, ...]:
     """Where the device waits for the host, a dropped tensor costs the host's work, whatever its size."""
+    if graph is None:
+        return ()
     levels = [level / _LEVELS for level in range(_LEVELS, 0, -1)]
-    per_op = keep.host_seconds / (3 * len(graph.ops)) if device.type == "cuda" and keep.launch_bound else 0.0
+    per_op = _op_seconds(graph, keep, device)
     if can_fuse(device) and not keep.launch_bound:
         graph = fused_prices(graph)
     return recipes(graph, levels=levels, slot_seconds=_OPS_PER_SLOT * per_op)
+
+
+def _op_seconds(graph: RegionGraph, keep: Bench, device: torch.device) -> float:
+    """The host's time for one operation, where the device waits for the host; 0 elsewhere. Backward runs two
+    for each of forward's."""
+    return keep.host_seconds / (3 * len(graph.ops)) if device.type == "cuda" and keep.launch_bound else 0.0
 
 
 def _extra(measured: Bench, keep: Bench, replay_seconds: float, device: torch.device) -> float:
@@ -302,23 +314,28 @@ def _extra(measured: Bench, keep: Bench, replay_seconds: float, device: torch.de
     return max(measured.seconds - keep.seconds, _LEAST_SHARE * replay_seconds)
 
 
-def _bench_fastest(
-    species: Species, recipe: Recipe, inputs: Inputs, keep: Bench, device: torch.device
+def _recipe_extra(
+    recipe: Recipe, measured: Bench, keep: Bench, graph: RegionGraph, device: torch.device
+) -> float:
+    """Where the host sets the pace, counted: its timings differ by more than recipes do."""
+    per_op = _op_seconds(graph, keep, device)
+    if not per_op:
+        return _extra(measured, keep, recipe.replay_seconds, device)
+    work = _OPS_PER_REGION + _OPS_PER_SLOT * len(recipe.dropped) + len(recipe.replayed)
+    return max(per_op * work, recipe.replay_seconds)
+
+
+def _bench_fused(
+    species: Species, recipe: Recipe, inputs: Inputs, device: torch.device
 ) -> tuple[Recipe, Bench]:
-    """Elementwise operations fused, if that gives the same bits. Where the device waits for the host, what a
-    kernel's launch costs decides, and both ways are timed."""
-    if not can_fuse(device):
-        return recipe, _bench_recipe(species, recipe, inputs, device)
-    fused = replace(recipe, fused=True)
-    try:
-        together = _bench_recipe(species, fused, inputs, device)
-    except CaptureError:  # other bits than operation by operation
-        return recipe, _bench_recipe(species, recipe, inputs, device)
-    if keep.launch_bound:
-        one_by_one = _bench_recipe(species, recipe, inputs, device)
-        if one_by_one.seconds < together.seconds:
-            return recipe, one_by_one
-    return fused, together
+    """With elementwise operations fused, if that gives the same bits."""
+    if can_fuse(device):
+        fused = replace(recipe, fused=True)
+        try:
+            return fused, _bench_recipe(species, fused, inputs, device)
+        except CaptureError as error:
+            _LOG.info("%s: a recipe runs operation by operation: %s", species.example.name, error)
+    return recipe, _bench_recipe(species, recipe, inputs, device)
 
 
 def _bench_recipe(species: Species, recipe: Recipe, inputs: Inputs, device: torch.device) -> Bench:

@@ -26,23 +26,24 @@ from remat.run.replay import overload
 from remat.run.same import bits
 
 __all__ = [
-    "Kernel", "Leaf", "Node", "Tree", "can_fuse", "is_exact", "is_fusible", "kernel", "leaves", "node", "operands",
-    "size_of", "source_text",
+    "Kernel", "Leaf", "Node", "Tree", "can_fuse", "is_exact", "is_fusible", "kernel", "leaves", "node",
+    "operands", "size_of", "source_text",
 ]  # fmt: skip
 
 _LOG = logging.getLogger(__name__)
 
 _BLOCK = 1024  # elements per program: 8 per thread
 _WARPS = 4
+_ALIGNMENT = 16  # bytes; what Triton assumes of a pointer that it saw so aligned
 _NARROW_INDEX = 2**31 - 1
 
 # Values as float32, rounded to what the operation gives. Each is what torch's CUDA kernels compute; what they
-# contract (the fma in gelu) is contracted here. Functions from a library differ between its versions: those
-# are compared with torch's own before they are used.
+# contract (the fma in gelu) is contracted here. Functions from a library differ between its versions, and
+# torch rounds within some operations: all but plain arithmetic is compared with torch before it is used.
 _UNARY = {
     "aten._to_copy.default": "{0}",
     "aten.exp.default": "libdevice.exp({0})",
-    "aten.neg.default": "-{0}",
+    "aten.neg.default": "{0} * (-1.0)",  # 0 - x, as Triton has it, loses the sign of zero
     "aten.sigmoid.default": "tl.div_rn(1.0, 1.0 + libdevice.exp(-{0}))",
     "aten.silu.default": "tl.div_rn({0}, 1.0 + libdevice.exp(-{0}))",
     "aten.tanh.default": "libdevice.tanh({0})",
@@ -54,6 +55,7 @@ _GELU = {
 }
 _POWER = {2: "{0} * {0}", 3: "{0} * {0} * {0}"}
 _BINARY = {"add": "{0} + {1}", "mul": "{0} * {1}", "sub": "{0} - {1}"}
+_PLAIN = {*_BINARY.values(), _UNARY["aten._to_copy.default"], _UNARY["aten.neg.default"]}
 _TYPES = {"float32": "tl.float32", "bfloat16": "tl.bfloat16", "float16": "tl.float16"}
 
 
@@ -242,25 +244,30 @@ def _reach(leaf: Leaf) -> int:
 class Kernel:
     """A compiled kernel; called with the tensors of its leaves it gives the value."""
 
-    __slots__ = ("_device", "_dtype", "_grid", "_launch", "_shape", "_stride", "text")
+    __slots__ = ("_device", "_dtype", "_grid", "_launch", "_ready", "_shape", "_stride", "text")
 
     def __init__(self, text: str, made: Value, device: torch.device) -> None:
         self.text = text
         self._shape, self._stride, self._device = made.shape, made.stride, device
         self._dtype: torch.dtype = getattr(torch, made.dtype)
-        self._grid = (-(-math.prod(made.shape) // _BLOCK),)
+        self._grid = (-(-math.prod(made.shape) // _BLOCK), 1, 1)
         self._launch = _compiled(text)
+        self._ready: Any = None
 
     def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
         out = torch.empty_strided(self._shape, self._stride, dtype=self._dtype, device=self._device)
-        self._launch[self._grid](out, *tensors, num_warps=_WARPS, enable_fp_fusion=False)
+        for tensor in tensors:
+            if tensor.data_ptr() % _ALIGNMENT:  # Triton compiles once more for those
+                self._launch[self._grid](out, *tensors, num_warps=_WARPS, enable_fp_fusion=False)
+                return out
+        self._ready[self._grid](out, *tensors)
         return out
 
     def prepare(self, dtypes: list[str]) -> None:
-        """Compile now: a grid of no programs launches nothing."""
+        """Compile now, for tensors that begin where torch's do: a grid of no programs launches nothing."""
         tensors = [torch.empty(1, dtype=getattr(torch, dtype), device=self._device) for dtype in dtypes]
         out = torch.empty(1, dtype=self._dtype, device=self._device)
-        self._launch[(0,)](out, *tensors, num_warps=_WARPS, enable_fp_fusion=False)
+        self._ready = self._launch[(0, 1, 1)](out, *tensors, num_warps=_WARPS, enable_fp_fusion=False)
 
 
 _lock = threading.Lock()
@@ -310,20 +317,25 @@ def _works(device: torch.device) -> bool:
 
 
 def is_exact(op: Op, dtype: str, device: torch.device) -> bool:
-    """Whether this operation gives torch's bits in a kernel: arithmetic does, library functions are tried."""
+    """Whether this operation gives torch's bits in a kernel: plain arithmetic does, the rest is tried."""
     formula = _formula(op)
     assert formula is not None
-    if "libdevice" not in formula:
+    if formula in _PLAIN:
         return True
-    return _tried(formula, op.name, tuple(op.kwargs), dtype, device)
+    return _tried(formula, op.name, op.args[1:], op.kwargs, dtype, device)
 
 
 @cache
 def _tried(
-    formula: str, name: str, kwargs: tuple[tuple[str, Any], ...], dtype: str, device: torch.device
+    formula: str,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: tuple[tuple[str, Any], ...],
+    dtype: str,
+    device: torch.device,
 ) -> bool:
     function = overload(name)
-    return _gives_torch_bits(formula, lambda x: function(x, **dict(kwargs)), dtype, device)
+    return _gives_torch_bits(formula, lambda x: function(x, *args, **dict(kwargs)), dtype, device)
 
 
 def _gives_torch_bits(

@@ -151,7 +151,7 @@ class _Pass:
 
     def __init__(self) -> None:
         self.checks: list[SpotCheck] = []
-        self.marks: dict[torch.cuda.Stream, torch.cuda.Event] = {}
+        self.marks: dict[int, tuple[torch.device, torch.cuda.Event]] = {}  # by the stream's handle
 
 
 # By the number of the pass: its worker threads share it.
@@ -177,7 +177,11 @@ def _mark(backward: int) -> None:
     running = _running.get(backward)
     if running is not None:
         stream = torch.cuda.current_stream()
-        running.marks.setdefault(stream, torch.cuda.Event()).record(stream)  # type: ignore[no-untyped-call]
+        mark = running.marks.get(stream.cuda_stream)
+        if mark is None:
+            mark = (stream.device, torch.cuda.Event())  # type: ignore[no-untyped-call]
+            running.marks[stream.cuda_stream] = mark
+        mark[1].record(stream)
 
 
 def _read(backward: int) -> None:
@@ -204,7 +208,7 @@ def _beside(running: _Pass) -> Iterator[None]:
 
     What is read there is let go only after the host has waited for it, so no stream reuses it too early.
     """
-    devices = {stream.device for stream in running.marks}
+    devices = {device for device, _ in running.marks.values()}
     if len(devices) != 1 or not all(check.is_complete() for check in running.checks):
         yield
         return
@@ -212,7 +216,7 @@ def _beside(running: _Pass) -> Iterator[None]:
     reader = _readers.get(device)
     if reader is None:
         reader = _readers.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-    for mark in running.marks.values():
+    for _, mark in running.marks.values():
         reader.wait_event(mark)
     with torch.cuda.stream(reader):
         yield

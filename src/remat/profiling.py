@@ -63,8 +63,9 @@ Progress = Callable[[str], None]
 
 _LEVELS = 16  # shares of a region's saved bytes that a recipe is sought for
 _LOG = logging.getLogger(__name__)
-_OPS_PER_SLOT = 3  # dropping and unpacking one tensor takes the host about as long as so many operations
-_OPS_PER_REGION = 25  # and looking through the graph of a region that drops anything as long as so many
+# What the host does for a recipe, in operations of an untouched step (measured where the host sets the pace):
+_OPS_PER_SLOT = 1.5  # dropping and unpacking one tensor
+_OPS_PER_REGION = 20.0  # looking through the graph of a region that drops anything
 _LEAST_SHARE = 0.8  # of the priced replay seconds that a measured entry is believed to cost at the least
 
 
@@ -321,8 +322,7 @@ def _recipe_extra(
     per_op = _op_seconds(graph, keep, device)
     if not per_op:
         return _extra(measured, keep, recipe.replay_seconds, device)
-    work = _OPS_PER_REGION + _OPS_PER_SLOT * len(recipe.dropped) + len(recipe.replayed)
-    return max(per_op * work, recipe.replay_seconds)
+    return per_op * (_OPS_PER_REGION + _OPS_PER_SLOT * len(recipe.dropped)) + recipe.replay_seconds
 
 
 def _bench_fused(

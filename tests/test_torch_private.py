@@ -179,3 +179,100 @@ def test_the_memory_history_has_the_parts_that_a_snapshot_needs() -> None:
     assert "enabled" in inspect.signature(memory._record_memory_history_impl).parameters
     assert list(inspect.signature(memory._set_memory_metadata).parameters) == ["metadata"]
     assert "filename" in inspect.signature(memory._dump_snapshot).parameters
+
+
+# ---------------------------------------------------------------------------------------- the compiler
+
+
+def _two_products(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return ((x @ w).tanh() @ w).sin()
+
+
+def _saved_by(decide: object) -> tuple[list[tuple[int, ...]], list[str]]:
+    """Shapes that the compiled graph saves, and what its joint graph consists of."""
+    targets: list[str] = []
+
+    def look(joint: torch.fx.GraphModule, parameters: object, outputs: int) -> dict[torch.fx.Node, bool]:
+        nodes = [node for node in joint.graph.nodes if node.op == "call_function"]
+        targets.extend(str(node.target) for node in nodes)
+        assert outputs == 1
+        return {node: decide(str(node.target)) for node in nodes if "tangents" not in str(node.args)}  # type: ignore[operator]
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        return private.compile_joint(graph, inputs, look, "pinned", "aot_eager")
+
+    def run(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return _two_products(x, w)
+
+    x, w = torch.randn(6, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    output = torch.compile(run, backend=backend, fullgraph=True)(x, w)
+    node = private.compiled_node([output])
+    shapes = sorted(tuple(t.shape) for t in node.saved_tensors)
+    expected = torch.autograd.grad(_two_products(x, w).sum(), (x, w))
+    found = torch.autograd.grad(output.sum(), (x, w))
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    return shapes, targets
+
+
+def test_compile_joint_saves_what_it_is_told_to_save() -> None:
+    none, targets = _saved_by(lambda target: False)
+    assert none == [(4, 4), (6, 4)]  # the inputs, from which everything can be had again
+    assert targets.count("aten.mm.default") >= 4  # forward's and backward's
+    products, _ = _saved_by(lambda target: target == "aten.mm.default")
+    assert products == [(4, 4), (6, 4), (6, 4), (6, 4)]
+
+
+def test_compiled_node_is_none_for_eager_code() -> None:
+    assert private.compiled_node([torch.ones(1, requires_grad=True) * 2]) is None
+    assert private.compiled_node([torch.ones(1)]) is None
+
+
+def test_compiler_problem_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert private.compiler_problem("cpu", "aot_eager") == ""
+    from torch._functorch import partitioners
+
+    monkeypatch.delattr(partitioners, "has_recomputable_rng_ops")
+    assert "has_recomputable_rng_ops" in private.compiler_problem("cpu", "aot_eager")
+
+
+def test_is_optimized_module() -> None:
+    layer = torch.nn.Linear(2, 2)
+    assert not private.is_optimized_module(layer)
+    wrapped = torch.compile(layer, backend="eager")
+    assert private.is_optimized_module(wrapped)
+    assert wrapped._orig_mod is layer
+
+
+def test_compiler_errors_are_what_a_graph_break_raises() -> None:
+    def breaks(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x
+
+    with pytest.raises(private.compiler_errors()):
+        torch.compile(breaks, backend="eager", fullgraph=True)(torch.ones(1))
+
+
+def test_size_hint() -> None:
+    assert private.size_hint(3) == 3
+    seen = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[object]) -> object:
+        values = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
+        seen.extend(v.shape[0] for v in values if isinstance(v, torch.Tensor))
+        return graph.forward
+
+    x = torch.ones(5, 2)
+    private.any_length(x)
+    torch.compile(lambda x: x + 1, backend=backend, dynamic=True)(x)
+    assert isinstance(seen[0], torch.SymInt)
+    assert private.size_hint(seen[0]) == 5
+
+
+def test_dispatch_modes() -> None:
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            return func(*args, **(kwargs or {}))
+
+    assert private.dispatch_modes() == []
+    with Mode() as mode:
+        assert private.dispatch_modes() == [mode]

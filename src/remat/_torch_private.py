@@ -5,9 +5,12 @@ tests/test_torch_private.py pins what each one does, so that a new torch version
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import functools
+import operator
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.utils.checkpoint
@@ -21,17 +24,24 @@ __all__ = [
     "at_end_of_backward",
     "below_autograd",
     "below_torch_function",
+    "compile_joint",
+    "compiled_node",
+    "compiler_errors",
+    "compiler_problem",
+    "dispatch_modes",
     "flatten",
     "in_backward",
     "in_dispatch_mode",
     "in_functorch",
     "in_jit_trace",
+    "is_optimized_module",
     "keeps_graph",
     "label_allocations",
     "record_allocations",
     "run_backward",
     "save_allocations",
     "sequence_number",
+    "size_hint",
     "storage_ref",
     "wrapper_tensor",
 ]
@@ -162,3 +172,155 @@ def label_allocations(label: str) -> None:
 def save_allocations(path: str) -> None:
     """What was written down, as the file that pytorch.org/memory_viz reads."""
     torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]
+
+
+# ------------------------------------------------------------------------------------------ the compiler
+#
+# torch._dynamo, torch._inductor and torch._functorch are imported inside the functions: they take a second.
+
+Decide = Callable[[torch.fx.GraphModule, Sequence[int], int], Mapping[torch.fx.Node, bool]]
+
+
+def compiler_problem(device_type: str, backend: str = "inductor") -> str:
+    """Why blocks cannot be compiled here with saved sets of our choice; "" if they can."""
+    if not hasattr(torch, "compile"):
+        return "this torch has no torch.compile"
+    try:
+        from torch._functorch import partitioners
+        from torch._inductor import config
+        from torch._inductor.custom_graph_pass import CustomPartitionerFn  # noqa: F401
+
+        wanted = [
+            (config, "custom_partitioner_fn"),
+            (partitioners, "min_cut_rematerialization_partition"),
+            (partitioners, "has_recomputable_rng_ops"),
+        ]
+        for owner, name in wanted:
+            if not hasattr(owner, name):
+                return f"torch {torch.__version__} has no {owner.__name__}.{name}"
+        if backend != "inductor":
+            return ""
+        if device_type == "cuda":
+            from torch.utils._triton import has_triton
+
+            return "" if has_triton() else "triton, which compiles for CUDA, is not installed"
+        from torch._inductor.cpp_builder import get_cpp_compiler
+
+        get_cpp_compiler()
+    except Exception as error:  # no compiler, or a torch in which these are elsewhere
+        return f"torch.compile cannot be used here: {type(error).__name__}: {str(error).splitlines()[0]}"
+    return ""
+
+
+def compile_joint(
+    graph: torch.fx.GraphModule, inputs: Sequence[Any], decide: Decide, key: str, backend: str
+) -> Callable[..., Any]:
+    """Compile what dynamo captured; of the joint graph of forward and backward, `decide` says which values
+    are saved for backward (True) and which are computed again (False).
+
+    `decide(joint, parameters, outputs)`: the joint graph, which of its primals are parameters as far as the
+    compiler knows, and how many of its outputs are those of forward. `key` names the decision in the
+    compiler's caches on disk. A decision for a node that yields no tensor, or a view, is not looked at.
+    """
+
+    def partition(joint: torch.fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
+        from torch._functorch import config, partitioners
+        from torch._functorch.compile_utils import fx_graph_cse
+        from torch.utils.checkpoint import CheckpointPolicy
+
+        joint.graph.eliminate_dead_code()
+        joint.graph = fx_graph_cse(joint.graph)  # as the partitioner itself would: nodes must not change
+        static = options.get("static_lifetime_input_indices") or ()
+        decisions = decide(joint, static, options["num_fwd_outputs"])
+        for node, keep in decisions.items():
+            mark = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.MUST_RECOMPUTE
+            node.meta["recompute"] = mark
+        for node in joint.graph.nodes:
+            if node.target is operator.getitem and "recompute" in node.args[0].meta:
+                node.meta["recompute"] = node.args[0].meta["recompute"]
+        # The stock budget would overrule the marks. And attention is tagged as random also where it drops
+        # nothing: the partitioner would save the generator's state for it. What is random is saved here. Only
+        # one thread at a time compiles.
+        with (
+            config.patch(activation_memory_budget=1.0),
+            mock.patch.object(partitioners, "has_recomputable_rng_ops", return_value=False),
+        ):
+            return partitioners.min_cut_rematerialization_partition(joint, joint_inputs, **options)
+
+    if backend == "inductor":
+        from torch._inductor.compile_fx import compile_fx
+
+        options = {"custom_partitioner_fn": _partitioner_class()(key, partition)}
+        return compile_fx(graph, inputs, config_patches=options)  # type: ignore[return-value]
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+
+    compiler = aot_autograd(fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=partition)
+    return compiler(graph, inputs)
+
+
+@functools.cache
+def _partitioner_class() -> Any:
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Partitioner(CustomPartitionerFn):
+        """The configuration that it is part of is copied, pickled and hashed for the compiler's caches."""
+
+        def __init__(self, key: str, partition: Callable[..., Any]) -> None:
+            self.key, self.partition = key, partition
+
+        def __call__(self, gm: Any, joint_inputs: Any, **options: Any) -> Any:
+            return self.partition(gm, joint_inputs, **options)
+
+        def uuid(self) -> Any:
+            return ("remat", self.key)
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            return self
+
+        def __reduce__(self) -> Any:
+            return tuple, (self.uuid(),)
+
+    return Partitioner
+
+
+def compiler_errors() -> type[Exception]:
+    """What torch.compile raises about code that it cannot compile: a graph break, a backend that fails."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return TorchDynamoException
+
+
+def is_optimized_module(module: torch.nn.Module) -> bool:
+    """What torch.compile(module) returns. The module itself is its `_orig_mod`."""
+    import sys
+
+    frame = sys.modules.get("torch._dynamo.eval_frame")  # not imported: nothing was compiled
+    return frame is not None and isinstance(module, frame.OptimizedModule)
+
+
+def compiled_node(outputs: Sequence[torch.Tensor]) -> Any:
+    """The autograd node of the compiled graph that made these tensors; its `saved_tensors` are what the graph
+    holds for backward. None if there is none."""
+    stack = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    for _ in range(16):  # an output may be a view that was taken outside of the graph
+        if not stack:
+            return None
+        node = stack.pop(0)
+        if node.name() == "CompiledFunctionBackward":
+            return node
+        stack += [parent for parent, _ in node.next_functions if parent is not None]
+    return None
+
+
+def size_hint(size: Any) -> int:
+    """A dimension as a number: of a symbolic one, its value when the graph was captured."""
+    if isinstance(size, int):
+        return size
+    hint = getattr(size.node, "hint", None)
+    return int(hint) if hint is not None else 1
+
+
+def dispatch_modes() -> list[Any]:
+    """The TorchDispatchModes that see every operation now, outermost first."""
+    return list(_python_dispatch._get_current_dispatch_mode_stack())

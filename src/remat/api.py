@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from remat._torch_private import compiler_problem
 from remat.check import verify as check_verify
 from remat.check.peak import release_cached, step_peak
 from remat.check.regions import verify_regions
@@ -24,7 +25,9 @@ from remat.planner.schedule import keep_everything, refusal, schedule
 from remat.planner.simulate import simulate
 from remat.profiling import Request, build_profile, device_of
 from remat.records import Action, Mode, Phase, Plan, Profile
+from remat.run.compiled import BACKENDS, DEFAULT_BACKEND, is_compiled
 from remat.show.progress import showing
+from remat.trace.discover import find_blocks
 from remat.units import format_bytes, parse_bytes
 
 __all__ = ["Handle", "apply", "fit", "plan", "profile", "verify"]
@@ -48,6 +51,7 @@ def profile(
     optimizer: torch.optim.Optimizer | OptimizerLike | None = None,
     accumulate: bool | int = False,
     allow: Sequence[Action | str] = _ACTIONS,
+    compile: bool | str | None = None,
     device: str | Device | None = None,
     dtype: torch.dtype | None = None,
 ) -> Profile:
@@ -57,7 +61,8 @@ def profile(
     (output, batch); by default it is output.loss, or the output itself if it is a scalar. Or `step`: a
     callable that runs forward and returns the loss. With `optimizer` its state and its own step count, and
     with `accumulate` (True, or the number of micro-steps) gradients are resident when a step starts. With
-    "chunk" in `allow` the step is measured with its head and loss in chunks, too.
+    "chunk" in `allow` the step is measured with its head and loss in chunks, too. With `compile=True` blocks
+    are compiled, with a few saved sets each, and measured so (see `fit`).
 
     With `device` ("h100-80gb", or a remat.devices.Device) nothing is measured: the step is estimated for that
     device without having it, and without memory for weights. Then `model` and `batch` may be functions that
@@ -79,7 +84,7 @@ def profile(
         raise InputError(
             f"model is a {type(model).__name__}; pass an nn.Module (a function that makes one needs device=)"
         )
-    request = _request(model, batch, loss, step, optimizer, accumulate, _actions(allow))
+    request = _request(model, batch, loss, step, optimizer, accumulate, _actions(allow), compile)
     with showing(f"remat: profiling {type(model).__name__}") as progress:
         return build_profile(request, progress)
 
@@ -106,6 +111,7 @@ def fit(
     optimizer: torch.optim.Optimizer | None = None,
     accumulate: bool | int = False,
     allow: Sequence[Action | str] = _ACTIONS,
+    compile: bool | str | None = None,
     check: bool = True,
 ) -> Handle:
     """Make this model's training step fit into `budget` bytes, with the least slowdown: profile, plan, apply,
@@ -117,9 +123,15 @@ def fit(
 
     `allow`: "keep" and "recompute" give the same gradients to the bit. "chunk" computes head and loss in
     chunks, so that the logits never exist as a whole: equal within rounding.
+
+    `compile=True`: repeated blocks run through torch.compile, each with a saved set that was chosen for it;
+    gradients are those of the compiled blocks, equal to the eager ones within rounding. Blocks that cannot be
+    compiled as one graph run as without it, and the report says why. A text names the backend: "inductor",
+    or "aot_eager", which needs no compiler. By default blocks are compiled only if you have compiled them
+    yourself (block.compile(), torch.compile(block)).
     """
     allowed = _actions(allow)
-    request = _request(model, batch, loss, step, optimizer, accumulate, allowed)
+    request = _request(model, batch, loss, step, optimizer, accumulate, allowed, compile)
     _check_budget_arguments(budget, activations)
     _parse_early(model, budget)
     with showing(f"remat: fitting {type(model).__name__}") as progress:
@@ -160,6 +172,7 @@ def _request(
     optimizer: torch.optim.Optimizer | None,
     accumulate: bool | int,
     allow: tuple[Action, ...] = _ACTIONS,
+    compile: bool | str | None = None,
 ) -> Request:
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; pass an nn.Module")
@@ -185,7 +198,35 @@ def _request(
         optimizer=optimizer,
         accumulate=seen or (accumulate is True) or (not isinstance(accumulate, bool) and accumulate > 1),
         chunk=Action.CHUNK in allow,
+        compiler=_compiler(model, compile, device),
     )
+
+
+def _compiler(model: nn.Module, compile: bool | str | None, device: torch.device) -> str:
+    """The backend to compile blocks with, "" for none; refuses what cannot be done."""
+    if is_compiled(model):
+        raise InputError(
+            f"this {type(model).__name__} is compiled as a whole, and what happens inside one compiled graph "
+            "cannot be planned; pass the model as it was before torch.compile, with compile=True: its blocks "
+            "are then compiled one by one"
+        )
+    theirs = [block.name for block in find_blocks(model) if is_compiled(block.module)]
+    if compile is None:
+        compile = bool(theirs)
+    if compile is False:
+        if theirs:
+            raise InputError(
+                f"{theirs[0]} and {len(theirs) - 1} more blocks are compiled, which compile=False cannot "
+                "plan; leave it out, or pass compile=True: each is then compiled with its planned saved set"
+            )
+        return ""
+    backend = DEFAULT_BACKEND if compile is True else compile
+    if backend not in BACKENDS:
+        raise InputError(f"compile={compile!r}: True, False, or one of {', '.join(map(repr, BACKENDS))}")
+    problem = compiler_problem(device.type, backend)
+    if problem:
+        raise InputError(f"compile={compile!r} is not possible here: {problem}; leave it out to run eagerly")
+    return backend
 
 
 def _actions(allow: Sequence[Action | str]) -> tuple[Action, ...]:

@@ -17,6 +17,7 @@ from remat.check.verify import Verification
 from remat.errors import PlanError
 from remat.records import Mode, Plan, RegionCall
 from remat.run.byhand import status
+from remat.run.compiled import block_for
 from remat.run.install import Installation, install
 from remat.run.recipe import compile_recipe
 from remat.run.region import PlannedRegion, Variant
@@ -143,9 +144,12 @@ def _frugal_choice(plan: Plan, indices: list[int], call: RegionCall) -> int:
 def _variant(plan: Plan, call: RegionCall, choice: int, device: torch.device) -> Variant:
     kind = plan.profile.kinds[call.kind]
     entry = kind.menu[choice]
-    program = None
+    program = compiled = None
     if entry.recipe is not None:
         if kind.graph is None:
             raise PlanError(f"the plan has a recipe for {call.name} but not its graph; make the plan again")
-        program = compile_recipe(kind.graph, entry.recipe, device)
-    return Variant(entry.mode, program, kind.saved_bytes, entry.resident_bytes)
+        if entry.mode is Mode.COMPILED:
+            compiled = block_for(kind.signature, kind.graph, entry.recipe, kind.compiler)
+        else:
+            program = compile_recipe(kind.graph, entry.recipe, device)
+    return Variant(entry.mode, program, kind.saved_bytes, entry.resident_bytes, compiled, entry.gradient_gap)

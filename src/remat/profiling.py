@@ -21,6 +21,7 @@ from remat.check.optimizer import optimizer_bytes
 from remat.check.peak import release_cached
 from remat.check.step import fingerprint
 from remat.check.untouched import untouched
+from remat.compiling import compiled_kind
 from remat.errors import CaptureError, InputError
 from remat.planner.menu import recipes
 from remat.records import (
@@ -39,6 +40,7 @@ from remat.records import (
 )
 from remat.run.checkpoint import Options, run_checkpointed
 from remat.run.chunk import chunk_head, find_head
+from remat.run.compiled import decompiled
 from remat.run.fused import can_fuse
 from remat.run.install import installed_region
 from remat.run.quiet import quiet
@@ -80,6 +82,7 @@ class Request:
     optimizer: torch.optim.Optimizer | None = None
     accumulate: bool = False
     chunk: bool = False  # measure the step with head and loss in chunks, too
+    compiler: str = ""  # compile blocks with this backend; "": not at all
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -96,12 +99,12 @@ def build_profile(request: Request, progress: Progress) -> Profile:
     model, device = request.model, device_of(request.model)
     blocks = find_blocks(model)
     step = _step_bytes(request, device)
-    with untouched(model, request.optimizer), quiet(model):
+    with untouched(model, request.optimizer), quiet(model), decompiled(block.module for block in blocks):
         progress("surveying regions")
         kinds: list[Kind] = []
 
         def measure(species: Species, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            kinds.append(_kind(species, (args, kwargs), device, progress))
+            kinds.append(_kind_for(request, species, (args, kwargs), device, progress))
 
         found = survey(model, blocks, request.run, progress, measure)
         if not found.sightings:
@@ -115,8 +118,9 @@ def build_profile(request: Request, progress: Progress) -> Profile:
         chunks = _chunked_step(request, blocks, found, device, progress) if request.chunk else None
     calls = tuple(region_call(sighting) for sighting in found.sightings)
     extra = sum(kinds[c.kind].menu[kinds[c.kind].reference].extra_seconds for c in calls)
+    most = 0.9 if request.compiler else 0.5
     if chunks is not None:
-        chunks = replace(chunks, step_seconds=_without(extra, chunks.step_seconds))
+        chunks = replace(chunks, step_seconds=_without(extra, chunks.step_seconds, most))
     return Profile(
         model=type(model).__name__,
         fingerprint=fingerprint(model),
@@ -127,16 +131,17 @@ def build_profile(request: Request, progress: Progress) -> Profile:
         calls=calls,
         boundary_bytes=tuple(found.boundary_bytes),
         segments=segments,
-        step_seconds=_without(extra, seconds),
+        step_seconds=_without(extra, seconds, most),
         accumulate=request.accumulate,
-        notes=survey_notes(found),
+        notes=(*survey_notes(found), *(_compiler_notes(calls, kinds) if request.compiler else ())),
         head=chunks,
     )
 
 
-def _without(extra: float, seconds: float) -> float:
-    """The plain step's seconds from the frugal one's. Recomputing all takes a third; timings are noisy."""
-    return max(seconds - extra, seconds / 2)
+def _without(extra: float, seconds: float, most: float = 0.5) -> float:
+    """The plain step's seconds from the frugal one's. Recomputing all takes a third, running eagerly what can
+    be compiled may take most; timings are noisy."""
+    return seconds - min(extra, most * seconds)
 
 
 def _whole_step(
@@ -241,15 +246,39 @@ def survey_notes(found: Survey) -> tuple[str, ...]:
     for number, species in enumerate(found.species):
         if species.note:
             names = [s.name for s in found.sightings if s.species == number]
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            notes.append(f"{names[0]}{more}: no recipes, {species.note}")
+            notes.append(f"{_first_of(names)}: no recipes, {species.note}")
     return tuple(notes)
+
+
+def _compiler_notes(calls: Sequence[RegionCall], kinds: Sequence[Kind]) -> tuple[str, ...]:
+    """What became of each kind of block at the compiler."""
+    named = ([call.name for call in calls if call.kind == number] for number in range(len(kinds)))
+    return tuple(
+        f"{_first_of(names)}: {kind.note}" for names, kind in zip(named, kinds, strict=True) if kind.note
+    )
+
+
+def _first_of(names: Sequence[str]) -> str:
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
 
 
 # ------------------------------------------------------------------------------------------------- menus
 
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _kind_for(
+    request: Request, species: Species, inputs: Inputs, device: torch.device, progress: Progress
+) -> Kind:
+    """The kind as the compiler runs it, if that is wanted and possible."""
+    if not request.compiler:
+        return _kind(species, inputs, device, progress)
+    try:
+        return compiled_kind(species, inputs, device, request.compiler, progress, menu_entry)
+    except CaptureError as error:
+        kind = _kind(species, inputs, device, progress)
+        return replace(kind, note="; ".join(filter(None, (f"not compiled, {error}", kind.note))))
 
 
 def _kind(species: Species, inputs: Inputs, device: torch.device, progress: Progress) -> Kind:

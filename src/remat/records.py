@@ -39,6 +39,7 @@ class Mode(str, Enum):
 
     KEEP = "keep"  # untouched: nothing is hooked
     RECIPE = "recipe"  # some saved tensors are dropped and rebuilt one by one
+    COMPILED = "compiled"  # one compiled graph, which holds what its recipe keeps and computes the rest again
     FULL = "full"  # torch.utils.checkpoint: the whole region runs again in backward
 
 
@@ -224,10 +225,11 @@ class Entry:
     host_bytes: int = 0
     recipe: Recipe | None = None
     measured: bool = False
+    gradient_gap: float = 0.0  # to the untouched region's, as a share of their norm; 0.0: equal to the bit
 
     def __post_init__(self) -> None:
-        if (self.recipe is not None) != (self.mode is Mode.RECIPE):
-            raise ValueError("a recipe belongs to mode RECIPE, and to no other")
+        if (self.recipe is not None) != (self.mode in (Mode.RECIPE, Mode.COMPILED)):
+            raise ValueError("a recipe belongs to modes RECIPE and COMPILED, and to no other")
 
 
 @dataclass(frozen=True)
@@ -235,7 +237,8 @@ class Kind:
     """A distinct region: all calls with the same operations, constants and input signature share it.
 
     `menu` is sorted from most to least resident bytes; the first entry keeps everything, and exactly one
-    entry has mode FULL (the reference that the profile's timeline was measured with).
+    entry has mode FULL (the reference that the profile's timeline was measured with). Seconds are above those
+    of the fastest entry: the first one, unless the kind is compiled.
     """
 
     signature: str
@@ -244,6 +247,7 @@ class Kind:
     forward_seconds: float
     graph: RegionGraph | None = None
     note: str = ""  # why there is no recipe, when there is none
+    compiler: str = ""  # the backend of its compiled entries; `graph` is then the joint graph
 
     @property
     def reference(self) -> int:

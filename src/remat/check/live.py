@@ -101,6 +101,11 @@ class LiveBytes(TorchDispatchMode):
     def reset_peak(self) -> None:
         self._peak = self.current_bytes
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """The compiler may work inside: its own operations are not counted, its graphs run as they are."""
+        return True
+
     def watch(self, tensors: Iterable[Tensor]) -> None:
         """Count these too: tensors that were made before."""
         for tensor in tensors:

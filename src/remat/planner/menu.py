@@ -45,16 +45,18 @@ def recipes(
     levels: Sequence[float] | None = None,
     link_bytes: int = 0,
     slot_seconds: float = 0.0,
+    keep_seconds: Sequence[float] = (),
     time_limit_s: float = _TIME_LIMIT_S,
 ) -> tuple[Recipe, ...]:
     """The Pareto list of recipes for one region, from most to least resident bytes.
 
     `levels` are shares of the region's saved bytes; by default ten steps of equal size down to the least that
     is possible, which is always the last level. With `link_bytes` each level is also solved with up to that
-    many bytes moved to the host. `slot_seconds` is what dropping one saved tensor costs beside the replay.
+    many bytes moved to the host. `slot_seconds` is what dropping one saved tensor costs beside the replay,
+    `keep_seconds`, per storage, what keeping it costs beside its bytes.
     Keeping everything is not a recipe and not in the list.
     """
-    model = _Model(graph, offload=link_bytes > 0, slot_seconds=slot_seconds)
+    model = _Model(graph, offload=link_bytes > 0, slot_seconds=slot_seconds, keep_seconds=keep_seconds)
     floor = {link: _least(model, link, time_limit_s) for link in sorted({0, link_bytes})}
     found: list[Recipe] = []
     for link, least in floor.items():
@@ -108,11 +110,20 @@ class _Model:
     Columns: keep per keepable storage, then replay per operation, then offload per keepable storage.
     """
 
-    def __init__(self, graph: RegionGraph, *, offload: bool, slot_seconds: float = 0.0) -> None:
+    def __init__(
+        self,
+        graph: RegionGraph,
+        *,
+        offload: bool,
+        slot_seconds: float = 0.0,
+        keep_seconds: Sequence[float] = (),
+    ) -> None:
         self.graph = graph
         self.keepable = _keepable(graph)
         slots = [graph.values[saved.value].storage for saved in graph.saved]
-        self.slot_seconds = np.array([slot_seconds * slots.count(s) for s in self.keepable], dtype=np.float64)
+        dropping = np.array([slot_seconds * slots.count(s) for s in self.keepable], dtype=np.float64)
+        keeping = np.array([keep_seconds[s] if keep_seconds else 0.0 for s in self.keepable])
+        self.keep_seconds = keeping - dropping  # kept: none of its slots is dropped
         self.keeps = len(self.keepable)
         self.ops = len(graph.ops)
         self.charges = np.array([graph.storages[s].charge_bytes for s in self.keepable], dtype=np.float64)
@@ -187,7 +198,7 @@ class _Model:
         share = self.charges / self.total_bytes
         return np.concatenate(
             [
-                _TIE_ALL_BYTES * share - self.slot_seconds * scale,  # kept: none of its slots is dropped
+                _TIE_ALL_BYTES * share + self.keep_seconds * scale,
                 seconds * scale + _TIE_PER_OP,
                 _TIE_ALL_BYTES * share + np.full(self.keeps, _TIE_PER_OFFLOAD),
             ]

@@ -100,7 +100,7 @@ def held_by_producer(boundary: Boundary, option: Option) -> bool:
 
 def actions(entry: Entry) -> frozenset[Action]:
     """What an entry does, beyond keeping: the actions that must be allowed for it."""
-    if entry.mode is Mode.KEEP:
+    if entry.mode is Mode.KEEP or (entry.mode is Mode.COMPILED and entry.extra_seconds == 0):
         return frozenset({Action.KEEP})
     needed = {Action.OFFLOAD} if entry.host_bytes else set()
     if entry.recipe is None or entry.recipe.dropped:

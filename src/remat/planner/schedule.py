@@ -103,7 +103,10 @@ def _first(profile: Profile, kind: int, mode: Mode) -> int:
 
 def _fastest(profile: Profile, budget_bytes: int, allow: tuple[Action, ...]) -> Plan:
     untouched = keep_everything(profile)
-    if Action.KEEP in allow and simulate(profile, untouched).peak_bytes <= budget_bytes:
+    plain = simulate(profile, untouched)
+    # Nothing beats the untouched step where it fits, unless blocks may be compiled.
+    fastest_there_is = plain.seconds <= profile.step_seconds
+    if Action.KEEP in allow and fastest_there_is and plain.peak_bytes <= budget_bytes:
         return make_plan(profile, untouched, budget_bytes, strategy="optimal", allow=allow)
     problem = program(profile, allow)
     nested = chain(problem)

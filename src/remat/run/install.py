@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from remat.run.chunk import chunk_head
+from remat.run.compiled import decompiled
 from remat.run.functions import install_function, remove_function
 from remat.run.quiet import quiet
 from remat.run.region import PlannedRegion
@@ -52,6 +53,7 @@ def install(model: nn.Module, regions: Sequence[PlannedRegion], *, head: str | N
         for planned in regions:
             if planned.name in modules and planned.tower != "functions":
                 owner = modules[planned.name]
+                installation.enter(decompiled([owner]))
                 wrap(owner, planned)
                 installation.defer(partial(unwrap, owner))
             else:

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat._torch_private import active_saved_tensors_hooks, in_functorch
+from remat._torch_private import active_saved_tensors_hooks, compiler_errors, in_functorch
 from remat.records import Mode
 from remat.run.checkpoint import Options, needs_gradients, run_checkpointed
+from remat.run.compiled import CompiledBlock, saved_bytes
 from remat.run.holders import Counts, Frame, Holder, unpack
 from remat.run.program import Program
 from remat.run.replay import replaying
@@ -43,6 +44,8 @@ class Variant:
     program: Program | None = None
     saved_bytes: int = 0
     resident_bytes: int = 0
+    compiled: CompiledBlock | None = None
+    gradient_gap: float = 0.0
 
 
 # -------------------------------------------------------------------------------------------- the region
@@ -114,6 +117,8 @@ class PlannedRegion:
         variant = self.known.get(key) or self._variant(key, module, inputs)
         if variant.mode is Mode.KEEP or in_functorch():
             return forward(*args, **kwargs)
+        if variant.compiled is not None:
+            return self._run_compiled(key, variant.compiled, module, forward, args, kwargs)
         if variant.program is None:
             options = Options(name=self.name)
             if self.tower == "functions":  # what stands behind a function is found by looking into it
@@ -130,10 +135,38 @@ class PlannedRegion:
         if variant is None:
             if not needs_gradients(inputs, (module,)):
                 return Variant(Mode.KEEP)  # not remembered: parameters may be trained later
-            self._fall_back("an input signature that was not planned")
-            variant = Variant(Mode.FULL)
+            variant = self._for_any_signature()
         self.known[key] = variant
         return variant
+
+    def _for_any_signature(self) -> Variant:
+        """A saved set is for every length; a recipe is for the one that was captured."""
+        compiled = [variant for variant in self.variants.values() if variant.compiled is not None]
+        if compiled:
+            return min(compiled, key=lambda variant: variant.resident_bytes)
+        self._fall_back("an input signature that was not planned")
+        return Variant(Mode.FULL)
+
+    def _run_compiled(
+        self,
+        key: tuple[Any, ...],
+        block: CompiledBlock,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        try:
+            output = block(module, forward, args, kwargs)
+        except Exception as error:
+            if not isinstance(error, compiler_errors()):
+                raise
+            self._fall_back(f"it cannot be compiled: {str(error).splitlines()[0]}")
+            self.known[key] = Variant(Mode.FULL)
+            return run_checkpointed(forward, args, kwargs, Options(name=self.name), (module,))
+        if self.counts.calls == 1 and saved_bytes(module, (args, kwargs), output) is None:
+            self._fall_back("the compiled code did not run: a mode or an outer compiler is in its way")
+        return output
 
     def _run_recipe(
         self,

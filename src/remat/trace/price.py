@@ -19,7 +19,7 @@ from remat.run.fused import is_fusible
 from remat.run.replay import OVERWRITES, decode, dtype_of, overload, replaying, twin
 from remat.trace.capture import Capture
 
-__all__ = ["HOST", "Rates", "cuda_event", "estimate", "fused_prices", "price", "seconds_of"]
+__all__ = ["HOST", "Rates", "cuda_event", "estimate", "fused_prices", "price", "seconds_of", "time_cuda"]
 
 _ROUNDS = 3
 _RUNS = 5
@@ -77,14 +77,14 @@ def seconds_of(capture: Capture, op: Op) -> float:
         function(*args, **kwargs)
 
     run()
-    return _time_cuda(run)
+    return time_cuda(run)
 
 
 def cuda_event() -> Any:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def _time_cuda(run: Any) -> float:
+def time_cuda(run: Any) -> float:
     rounds = []
     for _ in range(_ROUNDS):
         start, end = cuda_event(), cuda_event()

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from remat.records import Arg, Const, Ref, Role
 from remat.trace.flops import flops_of
 
-__all__ = ["RawOp", "RawValue", "Recorder"]
+__all__ = ["RANDOM", "RawOp", "RawValue", "Recorder", "draws_random_numbers"]
 
 Key = tuple[Any, ...]
 
@@ -307,10 +307,8 @@ def _without_statistics(
 def _why_not_replayable(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     if name.startswith(_UNINITIALISED):
         return "uninitialised memory"
-    if torch.Tag.nondeterministic_seeded in func.tags:
-        dropout = _argument(func, args, kwargs, "dropout_p")
-        if dropout is None or dropout > 0:
-            return RANDOM
+    if draws_random_numbers(func, args, kwargs):
+        return RANDOM
     if torch.Tag.inplace_view in func.tags:
         return "changes the shape of a tensor in place"
     if func.namespace in _COLLECTIVES:
@@ -324,6 +322,14 @@ def _why_not_replayable(func: Any, name: str, args: tuple[Any, ...], kwargs: dic
     if any(isinstance(a, torch.Generator) for a in (*args, *kwargs.values())):
         return RANDOM
     return ""
+
+
+def draws_random_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Attention is tagged so, whether it drops out or not."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    dropout = _argument(func, args, kwargs, "dropout_p")
+    return dropout is None or dropout > 0
 
 
 def _user_line() -> str:

@@ -32,7 +32,7 @@ from remat.trace.record import has_storage
 from remat.trace.selfcheck import checked
 from remat.trees import signature, tensors
 
-__all__ = ["Sighting", "Species", "Survey", "survey", "timeline"]
+__all__ = ["Sighting", "Species", "Survey", "survey", "timeline", "with_shared"]
 
 Progress = Callable[[str], None]
 
@@ -286,7 +286,7 @@ def _describe(sighting: Sighting, text: str, args: Any, kwargs: Any) -> Species:
         graph = folded(price(checked(first))).graph
         for place in sighting.written_later:
             graph = _without_input(graph, place)
-        species.graph = _with_shared(graph, sighting.shared)
+        species.graph = with_shared(graph, sighting.shared)
     return species
 
 
@@ -309,7 +309,7 @@ def _without_input(graph: RegionGraph, place: int) -> RegionGraph:
     return replace(graph, values=values, sources=sources)
 
 
-def _with_shared(graph: RegionGraph, places: frozenset[int]) -> RegionGraph:
+def with_shared(graph: RegionGraph, places: frozenset[int]) -> RegionGraph:
     shared = {graph.values[graph.inputs[place]].storage for place in places}
     storages = tuple(
         replace(s, shared=True) if i in shared and s.role is Role.INPUT else s

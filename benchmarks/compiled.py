@@ -1,0 +1,459 @@
+"""Compiled blocks with planned saved sets against torch.compile's own ways to save memory.
+
+    PYTHONPATH=src python benchmarks/compiled.py --workloads llama-1.3b --out benchmarks/results/compiled.json
+
+Per workload, in one process: the plain eager step; torch.compile of the whole model and of each block
+("regional"), each with activation_memory_budget 1.0, 0.5, 0.25 and 0.0; compiled blocks inside torch's
+checkpoint; and remat with compile=True at several shares of the plain step's activation peak. Times are
+medians of CUDA events after warm-up, every method in every round in shuffled order; the peak is the
+allocator's above what is resident (parameters and gradients are). The file is written after every method, so
+that a run that is cut short loses nothing; a method that fails is recorded with its error; with --limit no
+further method is prepared after so many seconds, and the rest is recorded as not run.
+
+On a machine without accelerator it runs small shapes, so that it cannot rot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import time
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._functorch.config
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import remat
+from remat.check.live import Meter
+from remat.codec import to_json
+from remat.trace.discover import find_blocks
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+DTYPE = torch.bfloat16 if CUDA else torch.float32
+STOCK_BUDGETS = (1.0, 0.5, 0.25, 0.0)
+SHARES = (0.45, 0.25, 0.10, 0.04)
+GROUPS = ("plain", "remat", "regional", "checkpoint", "whole")
+Workload = tuple[nn.Module, dict[str, Any]]
+
+
+# ------------------------------------------------------------------------------------------- workloads
+
+
+def on_device(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        return make().to(DTYPE).train()
+
+
+def tokens(vocab: int, batch: int, length: int) -> dict[str, Any]:
+    ids = torch.randint(0, vocab, (batch, length), device=DEVICE)
+    return {"input_ids": ids, "labels": ids}
+
+
+def llama(layers: int, hidden: int, inner: int, heads: int, vocab: int, batch: int, length: int) -> Workload:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=heads, vocab_size=vocab, max_position_embeddings=8192, use_cache=False,
+    )  # fmt: skip
+    return on_device(lambda: LlamaForCausalLM(config)), tokens(vocab, batch, length)
+
+
+def gpt2(layers: int, hidden: int, heads: int, vocab: int, batch: int, length: int) -> Workload:
+    """Dropout 0.1 everywhere, the configuration's own."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_layer=layers, n_embd=hidden, n_head=heads, vocab_size=vocab, n_positions=length, use_cache=False,
+        bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM",
+    )  # fmt: skip
+    return on_device(lambda: GPT2LMHeadModel(config)), tokens(vocab, batch, length)
+
+
+def vit(layers: int, hidden: int, heads: int, image: int, patch: int, batch: int) -> Workload:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=heads, intermediate_size=4 * hidden,
+        image_size=image, patch_size=patch, num_labels=1000,
+    )  # fmt: skip
+    images = torch.randn(batch, 3, image, image, device=DEVICE, dtype=DTYPE)
+    labels = torch.randint(0, min(1000, 8 * batch), (batch,), device=DEVICE)
+    return on_device(lambda: ViTForImageClassification(config)), {"pixel_values": images, "labels": labels}
+
+
+WORKLOADS: dict[str, Callable[[], Workload]] = {
+    "llama-1.3b": lambda: llama(24, 2048, 5504, 16, 32000, 4, 4096),
+    "launch-bound": lambda: llama(12, 768, 2048, 12, 32000, 4, 256),
+    "vit-l16": lambda: vit(24, 1024, 16, 224, 16, 128),
+    "gpt2-774m": lambda: gpt2(36, 1280, 20, 50257, 8, 1024),
+    "tiny-llama": lambda: llama(3, 64, 176, 4, 256, 4, 64),
+    "tiny-vit": lambda: vit(3, 64, 4, 32, 8, 8),
+    "tiny-gpt2": lambda: gpt2(3, 64, 4, 256, 4, 64),
+}
+LAUNCH_BOUND_SHARE = 0.6  # of torch.compile's own peak
+
+
+# ------------------------------------------------------------------------------------------------ peers
+
+
+def compiled_alone(name: str, backend: str, **options: Any) -> Callable[..., Any]:
+    """torch.compile of a call, by a function of its own: compiled code belongs to a function's code, and two
+    budgets must not share it."""
+
+    def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    label = "".join(c if c.isalnum() else "_" for c in name)
+    own = types.FunctionType(call.__code__.replace(co_name=f"bench_{label}"), globals())
+    return torch.compile(own, backend=backend, **options)
+
+
+@contextmanager
+def forwards(modules: list[nn.Module], run: Callable[[nn.Module], Callable[..., Any]]) -> Iterator[None]:
+    for module in modules:
+        module.forward = run(module)
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.forward
+
+
+def stock_budget(budget: float) -> Any:
+    return torch._functorch.config.patch(activation_memory_budget=budget)
+
+
+# ---------------------------------------------------------------------------------------------- the race
+
+
+@dataclass
+class Method:
+    """`context` puts it on the model; `compiling` surrounds its first step."""
+
+    label: str
+    group: str
+    context: Callable[[], Any]
+    compiling: Callable[[], Any] = nullcontext
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class Race:
+    def __init__(
+        self, name: str, options: argparse.Namespace, write: Callable[[dict[str, Any]], None]
+    ) -> None:
+        self.name, self.options, self._write = name, options, write
+        self.begin = time.perf_counter()
+        self.model, self.batch = WORKLOADS[name]()
+        self.blocks = [block.module for block in find_blocks(self.model)]
+        self.methods: list[Method] = []
+        self.times: dict[str, list[float]] = {}
+        self.result: dict[str, Any] = {"methods": {}}
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+
+    def step(self) -> None:
+        self.model(**self.batch).loss.backward()
+
+    def late(self) -> bool:
+        return self.options.limit is not None and time.perf_counter() - self.begin > self.options.limit
+
+    def record(self, label: str, **facts: Any) -> None:
+        self.result["methods"].setdefault(label, {}).update(facts)
+        self._write(self.result)
+
+    def add(self, method: Method) -> bool:
+        """Compile, warm up, read the peak and a first time. What fails is recorded and left out."""
+        if self.late():
+            self.record(method.label, not_run=f"after {self.options.limit} s")
+            return False
+        begin = time.perf_counter()
+        try:
+            with method.context():
+                with method.compiling():
+                    self.step()
+                _synchronize()
+                first = time.perf_counter() - begin
+                self.step()
+                peak = peak_of(self.step)
+                self.times[method.label] = [seconds_of(self.step) for _ in range(2)]
+        except Exception as error:
+            self.record(method.label, failed=f"{type(error).__name__}: {str(error)[:300]}")
+            print(
+                f"{self.name}: {method.label} failed: {type(error).__name__}: {str(error)[:300]}", flush=True
+            )
+            _clean()
+            return False
+        self.methods.append(method)
+        self.record(method.label, first_step_seconds=first, peak_bytes=peak, **method.facts)
+        self._show(method.label)
+        return True
+
+    def rounds(self) -> None:
+        order = random.Random(0)
+        for _ in range(self.options.rounds):
+            for method in order.sample(self.methods, len(self.methods)):
+                with method.context():
+                    self.step()
+                    self.step()
+                    self.times[method.label] += [seconds_of(self.step) for _ in range(self.options.runs)]
+                self._summarise(method.label)
+        for method in self.methods:
+            self._show(method.label)
+
+    def _summarise(self, label: str) -> None:
+        found, plain = self.times[label], self.times.get("plain")
+        row = self.result["methods"][label]
+        facts: dict[str, Any] = {"seconds": statistics.median(found), "runs": len(found)}
+        facts["quartiles"] = statistics.quantiles(found, n=4)
+        if plain:
+            facts["time"] = statistics.median(found) / statistics.median(plain)
+            facts["share"] = row["peak_bytes"] / self.result["methods"]["plain"]["peak_bytes"]
+        self.record(label, **facts)
+
+    def _show(self, label: str) -> None:
+        self._summarise(label)
+        row = self.result["methods"][label]
+        low, _, high = row["quartiles"]
+        extra = ", ".join(
+            f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}"
+            for key, value in row.items()
+            if key
+            in ("predicted_time", "predicted_share", "compile_seconds", "first_step_seconds", "fallbacks")
+        )
+        print(
+            f"{self.name:<13}{label:<30}{row.get('time', 1):.3f}x  peak {row.get('share', 1):.3f}  "
+            f"{row['seconds'] * 1e3:8.2f} ms  spread {(high - low) / row['seconds']:.3f}  {extra}",
+            flush=True,
+        )
+
+    # -- peers
+
+    def add_plain(self) -> None:
+        self.add(Method("plain", "plain", nullcontext))
+
+    def add_regional(self, budgets: tuple[float, ...]) -> None:
+        for budget in budgets:
+            label = f"regional {budget}"
+            run = compiled_alone(f"{self.name} {label}", self.options.stock_backend, fullgraph=True)
+            self.add(Method(label, "regional", partial(self._regional, run), partial(stock_budget, budget)))
+
+    def _regional(self, run: Callable[..., Any]) -> Any:
+        return forwards(self.blocks, lambda module: partial(run, type(module).forward, module))
+
+    def add_checkpoint(self) -> None:
+        run = compiled_alone(f"{self.name} checkpoint", self.options.stock_backend, fullgraph=True)
+
+        def around(module: nn.Module) -> Callable[..., Any]:
+            inner = partial(run, type(module).forward, module)
+            return partial(checkpoint, inner, use_reentrant=False)
+
+        self.add(Method("regional in checkpoint", "checkpoint", lambda: forwards(self.blocks, around)))
+
+    def add_whole(self, budgets: tuple[float, ...]) -> None:
+        for budget in budgets:
+            label = f"whole {budget}"
+            run = compiled_alone(f"{self.name} {label}", self.options.stock_backend)
+            context = partial(forwards, [self.model], partial(self._whole, run))
+            self.add(Method(label, "whole", context, partial(stock_budget, budget)))
+
+    def _whole(self, run: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
+        return partial(run, type(model).forward, model)
+
+    # -- remat
+
+    def add_remat(self) -> None:
+        begin = time.perf_counter()
+        allow = ["keep", "recompute", "chunk", *(["offload"] if self.options.offload else [])]
+        try:
+            profile = remat.profile(
+                self.model, self.batch, accumulate=True, compile=self.options.backend, allow=allow
+            )
+        except Exception as error:
+            self.record("remat profile", failed=f"{type(error).__name__}: {str(error)[:300]}")
+            print(f"{self.name}: remat.profile failed: {type(error).__name__}: {error}", flush=True)
+            return
+        seconds = time.perf_counter() - begin
+        self.result["profile"] = {
+            "seconds": seconds,
+            "notes": list(profile.notes),
+            "menu": [
+                {
+                    "mode": entry.mode.value,
+                    "resident_bytes": entry.resident_bytes,
+                    "forward_peak_bytes": entry.forward_peak_bytes,
+                    "backward_peak_bytes": entry.backward_peak_bytes,
+                    "extra_seconds": entry.extra_seconds,
+                    "gradient_gap": entry.gradient_gap,
+                }
+                for entry in profile.kinds[0].menu
+            ],
+        }
+        self._write(self.result)
+        print(f"{self.name}: profile {seconds:.1f} s; {'; '.join(profile.notes)}", flush=True)
+        if self.options.out:
+            path = Path(self.options.out).with_name(f"compiled-profile-{self.name}.json")
+            path.write_text(to_json(profile), encoding="utf-8")
+        for share in SHARES:
+            self._add_share(profile, share, allow, f"remat {share}")
+        stock = self.result["methods"].get("whole 1.0") or self.result["methods"].get("regional 1.0")
+        if self.name == "launch-bound" and stock is not None and "peak_bytes" in stock:
+            plain = self.result["methods"]["plain"]["peak_bytes"]
+            share = LAUNCH_BOUND_SHARE * stock["peak_bytes"] / plain
+            self._add_share(profile, share, allow, f"remat {LAUNCH_BOUND_SHARE} of torch.compile's peak")
+
+    def _add_share(self, profile: remat.Profile, share: float, allow: list[str], label: str) -> None:
+        """Plan for a share of the plain peak; where the measured peak is above it, once more with less."""
+        plain = self.result["methods"].get("plain", {}).get("peak_bytes")
+        wanted = share
+        for attempt in range(3):
+            try:
+                plan = remat.plan(profile, activations=wanted, allow=allow)
+            except remat.BudgetError as error:
+                self.record(label, failed=f"BudgetError: {str(error)[:300]}")
+                print(f"{self.name}: {label}: {error}", flush=True)
+                return
+            if not self.add(self._planned(label, plan, wanted)) or plain is None:
+                return
+            peak = self.result["methods"][label]["peak_bytes"]
+            if peak <= share * plain * 1.002 or attempt == 2:
+                return
+            self.methods.pop()
+            wanted = max(wanted - 1.05 * (peak / plain - share), 0.001)
+
+    def _planned(self, label: str, plan: remat.Plan, wanted: float) -> Method:
+        ways = {}
+        for index in range(len(plan.choices)):
+            entry = plan.entry(index)
+            way = f"{entry.mode.value} {entry.resident_bytes / 2**20:.0f} MiB"
+            ways[way] = ways.get(way, 0) + 1
+        resident = plan.profile.step.resident + plan.profile.step.gradients
+        facts = {
+            "planned_share": wanted,
+            "predicted_time": plan.predicted_seconds / plan.plain_seconds,
+            "predicted_share": (plan.predicted_peak_bytes - resident) / (plan.plain_peak_bytes - resident),
+            "chunked": plan.profile.chunked,
+            "regions": ways,
+        }
+
+        @contextmanager
+        def applied() -> Iterator[None]:
+            with remat.apply(self.model, plan) as handle:
+                yield
+                self.record(label, fallbacks=sum(region.counts.fallbacks for region in handle.regions))
+
+        return Method(label, "remat", applied, facts=facts)
+
+    def run(self) -> dict[str, Any]:
+        wanted = self.options.methods.split(",")
+        some = STOCK_BUDGETS[:1]
+        if "plain" in wanted:
+            self.add_plain()
+        if "whole" in wanted and self.name == "launch-bound":  # what remat is compared with there
+            self.add_whole(some)
+        if "regional" in wanted:
+            self.add_regional(some)
+        if "remat" in wanted:
+            self.add_remat()
+        if "regional" in wanted:
+            self.add_regional(STOCK_BUDGETS[1:])
+        if "checkpoint" in wanted:
+            self.add_checkpoint()
+        if "whole" in wanted:
+            self.add_whole(STOCK_BUDGETS[1:] if self.name == "launch-bound" else STOCK_BUDGETS)
+        self.rounds()
+        self.result["seconds"] = time.perf_counter() - self.begin
+        self._write(self.result)
+        return self.result
+
+
+def _synchronize() -> None:
+    if CUDA:
+        torch.cuda.synchronize()
+
+
+def _clean() -> None:
+    gc.collect()
+    if CUDA:
+        torch.cuda.empty_cache()
+
+
+def peak_of(step: Callable[[], None]) -> int:
+    """The activation peak: above what is resident, parameters and gradients included."""
+    _clean()
+    with Meter(DEVICE) as meter:
+        meter.synchronize()
+        start = meter.current_bytes()
+        meter.reset_peak()
+        step()
+        meter.synchronize()
+        return meter.peak_bytes() - start
+
+
+def seconds_of(step: Callable[[], None]) -> float:
+    if not CUDA:
+        begin = time.perf_counter()
+        step()
+        return time.perf_counter() - begin
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    step()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e-3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out")
+    parser.add_argument("--workloads", default="llama-1.3b,launch-bound" if CUDA else "tiny-llama")
+    parser.add_argument("--methods", default=",".join(GROUPS), help=f"of {', '.join(GROUPS)}")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--runs", type=int, default=3, help="timed steps of a method in one round")
+    parser.add_argument(
+        "--limit", type=float, help="seconds per workload after which nothing more is prepared"
+    )
+    parser.add_argument(
+        "--offload", action="store_true", help="let remat move saved tensors to the host, too"
+    )
+    parser.add_argument("--backend", default="inductor", help="of remat's compiled blocks")
+    parser.add_argument("--stock-backend", default="inductor", help="of torch.compile alone")
+    options = parser.parse_args()
+    unknown = set(options.methods.split(",")) - set(GROUPS)
+    if unknown:
+        parser.error(f"--methods {', '.join(sorted(unknown))}: known are {', '.join(GROUPS)}")
+    whole: dict[str, Any] = {
+        "date": date.today().isoformat(),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if CUDA else "cpu",
+        "workloads": {},
+    }
+    if options.out and Path(options.out).exists():  # another workload's, from a call before
+        whole["workloads"] = json.loads(Path(options.out).read_text(encoding="utf-8"))["workloads"]
+    for name in options.workloads.split(","):
+
+        def write(result: dict[str, Any], name: str = name) -> None:
+            whole["workloads"][name] = result
+            if options.out:
+                Path(options.out).write_text(json.dumps(whole, indent=1), encoding="utf-8")
+
+        Race(name, options, write).run()
+        _clean()
+
+
+if __name__ == "__main__":
+    main()

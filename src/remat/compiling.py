@@ -1,0 +1,287 @@
+"""The menu of a block that the compiler runs: a few saved sets, sought by the planner on its joint graph,
+each compiled, compared with the block as it is, and measured.
+
+A saved set costs a compilation, so that there are at most four per kind of block: those from which a mixture
+over the layers comes closest to every size between them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from remat._torch_private import compiler_errors
+from remat.check.bench import Bench, bench
+from remat.check.regions import GradientGap, gradient_gap, gradients_of
+from remat.errors import CaptureError
+from remat.planner.menu import finish, recipes
+from remat.records import Entry, Kind, Mode, Recipe, RegionGraph, Role
+from remat.run.checkpoint import Options, run_checkpointed
+from remat.run.compiled import CompiledBlock, block_for, probe, saved_bytes
+from remat.trace.capture import entry_copies
+from remat.trace.joint import Joint, price_joint
+from remat.trace.survey import Species, with_shared
+from remat.units import format_bytes
+
+__all__ = ["compiled_kind"]
+
+Progress = Callable[[str], None]
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+MakeEntry = Callable[..., Entry]
+
+_VARIANTS = 4  # saved sets that are compiled for one kind of block
+_MADE_INSIDE = (Role.INTERNAL, Role.OUTPUT)
+_LEVELS = 12  # shares of the joint graph's saved bytes that a saved set is sought for
+
+
+def compiled_kind(
+    species: Species,
+    inputs: Inputs,
+    device: torch.device,
+    backend: str,
+    progress: Progress,
+    make_entry: MakeEntry,
+) -> Kind:
+    """The kind with its compiled entries, measured. CaptureError says why the block is not compiled."""
+    example = species.example
+    progress(f"tracing {example.name} for the compiler")
+    joint = _joint(species, inputs, device, backend)
+    candidates = chosen_sets(joint)
+    plain = _Plain.measure(species, inputs, device)
+    found: list[_Measured] = []
+    problems: list[str] = []
+    for number, recipe in enumerate(candidates, start=1):
+        size = format_bytes(recipe.resident_bytes)
+        progress(f"compiling {example.name}, saved set {number} of {len(candidates)} ({size})")
+        block = block_for(species.signature, joint.graph, recipe, backend)
+        try:
+            found.append(_measure(species, inputs, device, joint, recipe, block, plain, found))
+        except CaptureError as error:
+            problems.append(str(error))
+    if not found:
+        raise CaptureError(problems[0])
+    return _kind(species, joint, backend, found, plain, device, problems, make_entry)
+
+
+def _joint(species: Species, inputs: Inputs, device: torch.device, backend: str) -> Joint:
+    example = species.example
+    args, kwargs = entry_copies(*inputs)
+    joint = probe(example.module, example.forward, args, kwargs, backend)
+    if len(joint.graph.outputs) != len(example.outputs):  # which is which is not known: each is counted
+        joint = replace(joint, graph=replace(joint.graph, outputs=()))
+    joint = replace(joint, graph=with_shared(joint.graph, example.shared))
+    return price_joint(joint, device)
+
+
+# ------------------------------------------------------------------------------------------- which sets
+
+
+def chosen_sets(joint: Joint, most: int | None = None) -> tuple[Recipe, ...]:
+    """The saved sets to compile, from most to least bytes: corners of the lower hull of bytes and seconds.
+
+    Layers may differ in their saved set, so that every point on a line between two sets can be had: what lies
+    above such a line is of no use.
+    """
+    levels = [level / _LEVELS for level in range(_LEVELS, -1, -1)]
+    sought = recipes(joint.graph, levels=levels, keep_seconds=joint.keep_seconds)
+    found = tuple(dict.fromkeys(_whole(joint.graph, recipe) for recipe in sought))
+    points = sorted((recipe.resident_bytes, set_seconds(joint, recipe), i) for i, recipe in enumerate(found))
+    hull: list[tuple[int, float, int]] = []
+    for point in points:
+        while len(hull) >= 2 and _above(hull[-2], hull[-1], point):
+            hull.pop()
+        if not hull or point[1] < hull[-1][1]:
+            hull.append(point)
+    while len(hull) > (most or _VARIANTS):
+        hull.pop(min(range(1, len(hull) - 1), key=lambda i: _lost(hull[i - 1], hull[i], hull[i + 1])))
+    return tuple(found[point[2]] for point in reversed(hull))
+
+
+def _whole(graph: RegionGraph, recipe: Recipe) -> Recipe:
+    """An operation is saved or computed again as a whole: with one of its results all that
+    anything wants are kept."""
+    kept = set(recipe.kept)
+    makers = {v.producer for v in graph.values if v.storage in kept and v.producer is not None}
+    makers = {maker for maker in makers if not graph.ops[maker].view}
+    return finish(
+        graph, kept | {graph.values[v].storage for maker in makers for v in graph.ops[maker].outputs}
+    )
+
+
+def set_seconds(joint: Joint, recipe: Recipe) -> float:
+    """What a saved set is estimated to cost: its replays, and what keeping costs beside the bytes."""
+    return recipe.replay_seconds + sum(joint.keep_seconds[storage] for storage in recipe.kept)
+
+
+def _above(a: tuple[int, float, int], b: tuple[int, float, int], c: tuple[int, float, int]) -> bool:
+    return (b[1] - a[1]) * (c[0] - a[0]) >= (c[1] - a[1]) * (b[0] - a[0])
+
+
+def _lost(a: tuple[int, float, int], b: tuple[int, float, int], c: tuple[int, float, int]) -> float:
+    """Twice the area between the hull with b and without it."""
+    return abs((b[0] - a[0]) * (c[1] - a[1]) - (c[0] - a[0]) * (b[1] - a[1]))
+
+
+# ------------------------------------------------------------------------------------------- measuring
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """The block as it is: kept, recomputed as a whole, and what it computes."""
+
+    keep: Bench
+    full: Bench
+    gradients: list[torch.Tensor]
+
+    @classmethod
+    def measure(cls, species: Species, inputs: Inputs, device: torch.device) -> _Plain:
+        example = species.example
+        modules = (example.module,)
+
+        def full(*args: Any, **kwargs: Any) -> Any:
+            return run_checkpointed(example.forward, args, kwargs, Options(name=example.name), modules)
+
+        bench(example.forward, inputs, modules, device)  # warm: kernels are loaded, workspaces made
+        return cls(
+            keep=bench(example.forward, inputs, modules, device),
+            full=bench(full, inputs, modules, device),
+            gradients=gradients_of(example.forward, inputs, modules),
+        )
+
+
+@dataclass(frozen=True)
+class _Measured:
+    recipe: Recipe
+    bench: Bench
+    compile_seconds: float
+    gap: GradientGap  # to the first set's gradients where the block is random, else to the plain block's
+    gradients: list[torch.Tensor]
+
+
+def _measure(
+    species: Species,
+    inputs: Inputs,
+    device: torch.device,
+    joint: Joint,
+    recipe: Recipe,
+    block: CompiledBlock,
+    plain: _Plain,
+    before: Sequence[_Measured],
+) -> _Measured:
+    example = species.example
+    modules = (example.module,)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return block(example.module, example.forward, args, kwargs)
+
+    start = time.perf_counter()
+    with _compiling():
+        gradients = gradients_of(call, inputs, modules)
+    seconds = time.perf_counter() - start
+    if before:
+        reference = before[0].gradients
+    else:
+        reference = gradients if joint.random else plain.gradients
+    gap = gradient_gap(gradients, reference)
+    if not gap.ok:
+        raise CaptureError(f"compiled, its gradients are wrong: {gap}")
+    _weigh(call, inputs, example.module, internal_bytes(joint.graph, recipe))
+    measured = bench(call, inputs, modules, device)
+    return _Measured(recipe, measured, seconds, gap, [] if before else gradients)
+
+
+@contextmanager
+def _compiling() -> Any:
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        if not isinstance(error, compiler_errors()):
+            raise
+        raise CaptureError(f"the compiler fails: {str(error).splitlines()[0][:200]}") from error
+
+
+def _weigh(call: Callable[..., Any], inputs: Inputs, module: torch.nn.Module, expected: int) -> None:
+    """The compiled graph must hold what it was told to hold. Strides may be padded, on CUDA."""
+    args, kwargs = entry_copies(*inputs)
+    with torch.enable_grad():
+        output = call(*args, **kwargs)
+    held = saved_bytes(module, (args, kwargs), output)
+    if held is None:
+        raise CaptureError("the compiled code did not run")
+    if held > expected * 1.05 + 4096:
+        raise CaptureError(
+            f"compiled, it holds {format_bytes(held)} for backward, and not {format_bytes(expected)}"
+        )
+
+
+def internal_bytes(graph: RegionGraph, recipe: Recipe) -> int:
+    """What a saved set holds beside inputs and parameters. An output counts if backward reads it."""
+    return sum(graph.storages[s].nbytes for s in recipe.kept if graph.storages[s].role in _MADE_INSIDE)
+
+
+# --------------------------------------------------------------------------------------------- the kind
+
+
+def _kind(
+    species: Species,
+    joint: Joint,
+    backend: str,
+    found: list[_Measured],
+    plain: _Plain,
+    device: torch.device,
+    problems: list[str],
+    make_entry: MakeEntry,
+) -> Kind:
+    graph, places = joint.graph, len(species.example.inputs)
+    seconds = _seconds(joint, found, plain, device)
+    entries = [
+        make_entry(Mode.KEEP, plain.keep, seconds[0], species.graph, places),
+        make_entry(Mode.FULL, plain.full, seconds[1], None, places),
+    ]
+    for one, extra in zip(found, seconds[2:], strict=True):
+        entry = make_entry(Mode.COMPILED, one.bench, extra, graph, places, one.recipe)
+        entries.append(replace(entry, gradient_gap=one.gap.worst))
+    return Kind(
+        signature=species.signature,
+        menu=(entries[0], *sorted(entries[1:], key=lambda entry: -entry.resident_bytes)),
+        saved_bytes=entries[0].resident_bytes,
+        forward_seconds=plain.keep.seconds / 3,
+        graph=graph,
+        note=_note(found, problems),
+        compiler=backend,
+    )
+
+
+def _note(found: list[_Measured], problems: list[str]) -> str:
+    times = ", ".join(f"{one.compile_seconds:.1f}" for one in found)
+    gaps = "to the bit" if all(one.gap.exact for one in found) else f"within {_worst(found):.1g}"
+    note = f"compiled with {len(found)} saved sets in {times} s; gradients equal {gaps}"
+    return "; ".join([note, *(f"one more was refused: {problem}" for problem in problems)])
+
+
+def _worst(found: list[_Measured]) -> float:
+    return max(one.gap.worst for one in found)
+
+
+def _seconds(joint: Joint, found: list[_Measured], plain: _Plain, device: torch.device) -> list[float]:
+    """Of keep, full and each saved set, above the fastest. On a host, where single timings are noise, by the
+    estimates that the sets were chosen by; eager code moves every value that compiled code fuses away."""
+    if device.type == "cuda":
+        seconds = [plain.keep.seconds, plain.full.seconds, *(one.bench.seconds for one in found)]
+    else:
+        sets = [set_seconds(joint, one.recipe) for one in found]
+        eager = min(sets) + _fused_seconds(joint.graph)
+        seconds = [eager, eager + sum(op.seconds for op in joint.graph.ops), *sets]
+    fastest = min(seconds)
+    return [one - fastest for one in seconds]
+
+
+def _fused_seconds(graph: RegionGraph) -> float:
+    return 4 * sum(op.seconds for op in graph.ops if not op.flops)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         OffloadError,
         PlanError,
         RecomputeError,
+        RecoveryError,
         RematError,
         VerificationError,
     )
@@ -51,6 +52,7 @@ __all__ = [
     "PlanError",
     "Profile",
     "RecomputeError",
+    "RecoveryError",
     "RematError",
     "Verification",
     "VerificationError",
@@ -85,6 +87,7 @@ _EXPORTS: dict[str, str] = {
     "PlanError": "remat.errors",
     "Profile": "remat.records",
     "RecomputeError": "remat.errors",
+    "RecoveryError": "remat.errors",
     "RematError": "remat.errors",
     "Verification": "remat.check.verify",
     "VerificationError": "remat.errors",

@@ -7,6 +7,7 @@ RematError
 ├── CaptureError       a region could not be captured (the planner then uses full recompute for it)
 ├── RecomputeError     recomputation did not give what was dropped; the gradients must not be used
 ├── HostMemoryError    the host memory that a plan wants for offload cannot be had; nothing was moved
+├── RecoveryError      a step ran out of memory and cannot be run again (also a RuntimeError)
 ├── OffloadError       an offloaded tensor could not be brought back as it was (also a RuntimeError)
 └── VerificationError  the planned step differs from the untouched one
 
@@ -23,6 +24,7 @@ __all__ = [
     "OffloadError",
     "PlanError",
     "RecomputeError",
+    "RecoveryError",
     "RematError",
     "VerificationError",
 ]
@@ -59,6 +61,15 @@ class CaptureError(RematError):
 
 class RecomputeError(RematError, RuntimeError):
     """Recomputation did not reproduce what the forward pass had saved."""
+
+
+class RecoveryError(RematError, RuntimeError):
+    """A step ran out of memory, and running it again did not help or is not safe. `needed`: the least number
+    of bytes that the last plan was predicted to take, or None where that is not known."""
+
+    def __init__(self, message: str, *, needed: int | None = None) -> None:
+        super().__init__(message)
+        self.needed = needed
 
 
 class HostMemoryError(RematError):

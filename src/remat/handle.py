@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -9,22 +10,34 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from remat.check.peak import StepPeak
 from remat.check.snapshot import snapshot
 from remat.check.step import fingerprint
 from remat.check.verify import Verification
-from remat.errors import PlanError
+from remat.errors import InputError, PlanError, RecoveryError
+from remat.planner.bounds import least_budget
+from remat.planner.schedule import schedule
+from remat.planner.simulate import simulate
 from remat.records import Mode, Plan, RegionCall
 from remat.run.byhand import status
 from remat.run.compiled import block_for
 from remat.run.install import Installation, install
+from remat.run.journal import Event, Journal, Stats
+from remat.run.ranks import Ranks
 from remat.run.recipe import compile_recipe
+from remat.run.recover import Failure, recovering, step_optimizer
 from remat.run.region import PlannedRegion, Variant
 from remat.run.status import Status
 from remat.show.text import Report
+from remat.units import format_bytes
 
-__all__ = ["Handle", "apply"]
+__all__ = ["Handle", "apply", "planned_regions", "tighter_limit"]
+
+_TRIES = 4  # runs of one step before it is given up
+_TIGHTER = 0.9  # of the present limit, for the next plan after running out of memory
+_HAD = 0.95  # of what the device had to give when it ran out, for the same
 
 
 def apply(model: nn.Module, plan: Plan, *, check: bool = True) -> Handle:
@@ -33,20 +46,47 @@ def apply(model: nn.Module, plan: Plan, *, check: bool = True) -> Handle:
     `check` is the spot check of every replay: on by default, since what it costs is small.
     """
     _refuse_stranger(model, plan)
-    regions = _regions(plan, check)
-    head = plan.profile.head.head if plan.profile.chunked and plan.profile.head is not None else None
-    return Handle(model, plan, install(model, regions, head=head))
+    return Handle(model, plan, _installed(model, plan, check), check)
+
+
+def _installed(model: nn.Module, plan: Plan, check: bool) -> Installation:
+    return install(model, planned_regions(plan, check), head=chunked_head(plan))
+
+
+def chunked_head(plan: Plan) -> str | None:
+    """The head that runs in chunks, if one does."""
+    profile = plan.profile
+    return profile.head.head if profile.chunked and profile.head is not None else None
 
 
 class Handle:
-    """A plan at work on a model. `remove` takes everything off again; as a context it does so at exit."""
+    """A plan at work on a model. `remove` takes everything off again; as a context it does so at exit.
 
-    def __init__(self, model: nn.Module, plan: Plan, installation: Installation) -> None:
+    `on_event`: called with every Event (a tighter plan, a step that was recovered); the same go to the log
+    "remat" and into `stats`.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, installation: Installation, check: bool = True) -> None:
         self.model = model
         self.plan = plan
         self.verification: Verification | None = None
         self.measured: StepPeak | None = None
         self._installation = installation
+        self._check = check
+        self._journal = Journal()
+
+    @property
+    def stats(self) -> Stats:
+        """What happened since: steps, events."""
+        return self._journal.stats
+
+    @property
+    def on_event(self) -> Callable[[Event], None] | None:
+        return self._journal.on_event
+
+    @on_event.setter
+    def on_event(self, callback: Callable[[Event], None] | None) -> None:
+        self._journal.on_event = callback
 
     @property
     def regions(self) -> tuple[PlannedRegion, ...]:
@@ -59,7 +99,68 @@ class Handle:
 
     def report(self) -> Report:
         """Everything that was decided and measured, for reading: print it, or save it."""
-        return Report(self.plan, self.verification, self.measured, self.status().rows)
+        events = [event.as_dict() for event in self.stats.events]
+        return Report(self.plan, self.verification, self.measured, self.status().rows, events)
+
+    def step(
+        self,
+        fn: Callable[[], torch.Tensor],
+        *,
+        backward: Callable[[torch.Tensor], Any] | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        ddp: DistributedDataParallel | None = None,
+        tries: int = _TRIES,
+    ) -> torch.Tensor:
+        """Run forward (`fn` gives the loss) and backward; gives the loss. A step that runs out of memory is
+        put back to where it began and run again under a tighter plan: random state, buffers and gradients end
+        up as if nothing had happened, also where gradients are being accumulated.
+
+        `backward(loss)` for libraries that have their own (accelerator.backward). `optimizer`: step it too,
+        again if it runs out of memory before it has written anything. `ddp`: the DistributedDataParallel
+        model that fn calls, so that all ranks agree. After `tries` runs: RecoveryError.
+        """
+        if isinstance(tries, bool) or not isinstance(tries, int) or tries < 1:
+            raise InputError(f"tries={tries!r}; say how often a step may run, an int of at least 1")
+        ranks = Ranks(self.model, ddp)
+        self._begin_step()
+        run = backward if backward is not None else torch.Tensor.backward
+        try:
+            loss, tried = recovering(self.model, fn, run, self._tighten, ranks, tries)
+        except RecoveryError as error:
+            error.needed = self._needed()
+            error.args = (f"{error}; {format_bytes(error.needed)} are needed at least, as predicted",)
+            raise
+        if tried:
+            self._journal.note("recovered", f"ran again {len(tried)} times: " + "; ".join(tried))
+        if optimizer is not None:
+            again = step_optimizer(optimizer, self.model, tries)
+            if again:
+                self._journal.note("recovered", f"the optimizer's step, which ran again {again} times")
+        return loss
+
+    def _begin_step(self) -> None:
+        self.stats.steps += 1
+
+    def _needed(self) -> int:
+        return least_budget(self.plan.profile, self.plan.allow)
+
+    def _tighten(self, failure: Failure) -> str | None:
+        """Go over to the next tighter plan; what it is, or None if this is the tightest."""
+        plan = self.plan
+        least = self._needed()
+        limit = max(least, tighter_limit(simulate(plan.profile, plan.choices).peak_bytes, failure))
+        for target in (limit, least):
+            made = schedule(plan.profile, target, allow=plan.allow)
+            if made.choices != plan.choices or made.profile.chunked != plan.profile.chunked:
+                break
+        else:
+            return None
+        self._installation.remove()
+        self.plan = made
+        self._installation = _installed(self.model, made, self._check)
+        text = f"a plan predicted to peak at {format_bytes(made.predicted_peak_bytes)}"
+        self._journal.note("plan changed", text)
+        return text
 
     def snapshot(self, path: str | Path) -> AbstractContextManager[None]:
         """On CUDA: what is allocated inside this context is saved for pytorch.org/memory_viz, and beside each
@@ -105,11 +206,17 @@ def _refuse_stranger(model: nn.Module, plan: Plan) -> None:
         )
 
 
+def tighter_limit(peak_bytes: int, failure: Failure) -> int:
+    """What the next plan may take: a step less than this one, and no more than the device had to give."""
+    limit = int(_TIGHTER * peak_bytes)
+    return min(limit, int(_HAD * failure.reserved_bytes)) if failure.reserved_bytes else limit
+
+
 def _release(version: str) -> str:
     return ".".join(version.split("+")[0].split(".")[:2])
 
 
-def _regions(plan: Plan, check: bool) -> list[PlannedRegion]:
+def planned_regions(plan: Plan, check: bool) -> list[PlannedRegion]:
     """One region per name; a region that only keeps is left alone."""
     calls: dict[str, list[int]] = {}
     for index, call in enumerate(plan.profile.calls):

@@ -83,6 +83,7 @@ class Request:
     accumulate: bool = False
     chunk: bool = False  # measure the step with head and loss in chunks, too
     compiler: str = ""  # compile blocks with this backend; "": not at all
+    like: Profile | None = None  # the same step at another size: measure the recipes that it has, seek none
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -104,7 +105,7 @@ def build_profile(request: Request, progress: Progress) -> Profile:
         kinds: list[Kind] = []
 
         def measure(species: Species, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            kinds.append(_kind_for(request, species, (args, kwargs), device, progress))
+            kinds.append(_kind_for(request, len(kinds), species, (args, kwargs), device, progress))
 
         found = survey(model, blocks, request.run, progress, measure)
         if not found.sightings:
@@ -269,20 +270,27 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _kind_for(
-    request: Request, species: Species, inputs: Inputs, device: torch.device, progress: Progress
+    request: Request, number: int, species: Species, inputs: Inputs, device: torch.device, progress: Progress
 ) -> Kind:
     """The kind as the compiler runs it, if that is wanted and possible."""
+    like = request.like.kinds[number:][:1] if request.like is not None else None
     if not request.compiler:
-        return _kind(species, inputs, device, progress)
+        return _kind(species, inputs, device, progress, like)
     try:
         return compiled_kind(species, inputs, device, request.compiler, progress, menu_entry)
     except CaptureError as error:
-        kind = _kind(species, inputs, device, progress)
+        kind = _kind(species, inputs, device, progress, like)
         return replace(kind, note="; ".join(filter(None, (f"not compiled, {error}", kind.note))))
 
 
-def _kind(species: Species, inputs: Inputs, device: torch.device, progress: Progress) -> Kind:
-    """Every entry of this region's menu, measured."""
+def _kind(
+    species: Species,
+    inputs: Inputs,
+    device: torch.device,
+    progress: Progress,
+    like: Sequence[Kind] | None = None,
+) -> Kind:
+    """Every entry of this region's menu, measured. `like`: the same kind at another size, if there is one."""
     example, graph = species.example, species.graph
     progress(f"solving and measuring the menu of {example.name}")
     modules = (example.module,)
@@ -299,7 +307,7 @@ def _kind(species: Species, inputs: Inputs, device: torch.device, progress: Prog
         menu_entry(Mode.FULL, again, _extra(again, keep, forward_seconds, device), None, len(example.inputs)),
     ]
     note = species.note
-    for recipe in _recipes(graph, keep, device):
+    for recipe in _recipes(graph, keep, device) if like is None else _recipes_of(like, graph):
         try:
             recipe, measured = _bench_fused(species, recipe, inputs, device)
         except CaptureError as error:
@@ -333,6 +341,20 @@ def _op_seconds(graph: RegionGraph, keep: Bench, device: torch.device) -> float:
     """The host's time for one operation, where the device waits for the host; 0 elsewhere. Backward runs two
     for each of forward's."""
     return keep.host_seconds / (3 * len(graph.ops)) if device.type == "cuda" and keep.launch_bound else 0.0
+
+
+def _recipes_of(like: Sequence[Kind], graph: RegionGraph | None) -> tuple[Recipe, ...]:
+    """The recipes of the same region at another size; none if it does not run the same operations there."""
+    if graph is None:
+        return ()
+    found = [entry.recipe for kind in like for entry in kind.menu if entry.recipe is not None]
+    for kind in like:
+        if kind.graph is None or [op.name for op in kind.graph.ops] != [op.name for op in graph.ops]:
+            return ()
+    return tuple(
+        replace(recipe, replay_seconds=sum(graph.ops[op].seconds for op in recipe.replayed))
+        for recipe in found
+    )
 
 
 def _extra(measured: Bench, keep: Bench, replay_seconds: float, device: torch.device) -> float:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from remat import trees
 from remat.errors import RematError
 
-__all__ = ["untouched"]
+__all__ = ["remember_buffers", "remember_random_state", "untouched"]
 
 
 @contextmanager
@@ -27,9 +27,9 @@ def untouched(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
     they must not be written, and if they were, a RematError says which.
     """
     restore = [
-        _random_state(),
+        remember_random_state(),
         _flags(model),
-        _buffers(model),
+        remember_buffers(model),
         _gradients(model),
     ]
     versions = _versions(model, optimizer)
@@ -91,7 +91,8 @@ def _flags(model: nn.Module) -> Callable[[], None]:
     return put_back
 
 
-def _buffers(model: nn.Module) -> Callable[[], None]:
+def remember_buffers(model: nn.Module) -> Callable[[], None]:
+    """Copies every buffer; the result puts them back: the same tensors with the same values."""
     tables = [(module, dict(module._buffers)) for module in model.modules()]
     saved = [
         (buffer, buffer.detach().clone())
@@ -118,7 +119,8 @@ def _same(now: dict[str, Any], before: dict[str, Any]) -> bool:
     return list(now) == list(before) and all(now[name] is before[name] for name in before)
 
 
-def _random_state() -> Callable[[], None]:
+def remember_random_state() -> Callable[[], None]:
+    """The state of every generator of Python, numpy and torch; the result puts it back."""
     python, numbers, cpu = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     cuda = torch.cuda.get_rng_state_all() if started else []

@@ -22,7 +22,7 @@ from remat.run.region import PlannedRegion
 from remat.run.taps import ModuleTap
 from remat.run.wrap import unwrap, wrap
 
-__all__ = ["Installation", "install", "installed_region"]
+__all__ = ["Installation", "install", "installed_region", "tap"]
 
 
 class Installation:
@@ -71,9 +71,14 @@ def install(model: nn.Module, regions: Sequence[PlannedRegion], *, head: str | N
 def _tap(installation: Installation, owner: nn.Module, planned: PlannedRegion) -> None:
     programs = [variant.program for variant in planned.variants.values() if variant.program is not None]
     for name in sorted({name for program in programs for name in program.modules}):
-        tap, module = ModuleTap(name), owner.get_submodule(name)
-        installation.defer(module.register_forward_pre_hook(tap.before, with_kwargs=True).remove)
-        installation.defer(module.register_forward_hook(tap.after, with_kwargs=True).remove)
+        tap(installation, owner, name)
+
+
+def tap(installation: Installation, owner: nn.Module, name: str) -> None:
+    """Note what goes in and out of this submodule of a region."""
+    passing, module = ModuleTap(name), owner.get_submodule(name)
+    installation.defer(module.register_forward_pre_hook(passing.before, with_kwargs=True).remove)
+    installation.defer(module.register_forward_hook(passing.after, with_kwargs=True).remove)
 
 
 @contextmanager

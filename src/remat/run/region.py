@@ -91,10 +91,12 @@ class PlannedRegion:
     shadow: bool = False  # compare every rebuilt tensor with the real one, when the region returns
     turn: int = 0  # which step of the rotation takes this region's checksums
     turns: int = 0  # steps of a whole rotation; 0: no checksums
+    otherwise: Variant | None = None  # for every signature, where there are no variants
     counts: Counts = field(default_factory=Counts)
     known: dict[Any, Variant] = field(default_factory=dict)  # by the signature itself
     owners: dict[int, Owners] = field(default_factory=dict)
     owner: str = "remat.apply"
+    on_fallback: Callable[[str, str], None] | None = None  # told the region's name, and why
 
     def __deepcopy__(self, memo: Any) -> PlannedRegion:
         return PlannedRegion(*self._as_planned())
@@ -103,7 +105,8 @@ class PlannedRegion:
         return PlannedRegion, self._as_planned()
 
     def _as_planned(self) -> tuple[Any, ...]:
-        return self.name, self.tower, dict(self.variants), self.check, False, self.turn, self.turns
+        settings = self.check, False, self.turn, self.turns, self.otherwise
+        return self.name, self.tower, dict(self.variants), *settings
 
     def __call__(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -131,7 +134,7 @@ class PlannedRegion:
 
     def _variant(self, key: tuple[Any, ...], module: nn.Module, inputs: list[torch.Tensor]) -> Variant:
         """The variant of a signature that is seen for the first time."""
-        variant = self.variants.get(repr(key))
+        variant = self.variants.get(repr(key)) if self.variants else self.otherwise
         if variant is None:
             if not needs_gradients(inputs, (module,)):
                 return Variant(Mode.KEEP)  # not remembered: parameters may be trained later
@@ -277,14 +280,19 @@ class PlannedRegion:
         memo = holders[0].frame.memo
         try:
             for holder in holders:
-                with replaying():
-                    rebuilt = holder.slot.rebuild(holder.sources, memo)
+                slot = holder.slot
                 assert holder.tensor is not None
-                if not same_bits(rebuilt, holder.tensor):
-                    slot = holder.slot
-                    problem = f"the replay of {slot.label} ({slot.source}) does not give the same bits"
-                    self.switch_off(problem)
-                    return problem
+                try:
+                    with replaying():
+                        same = same_bits(slot.rebuild(holder.sources, memo), holder.tensor)
+                except torch.OutOfMemoryError:
+                    raise
+                except RuntimeError as error:  # operations of another size than the tensors
+                    self.switch_off(f"the replay of {slot.label} ({slot.source}) fails: {error}")
+                    return self.counts.why
+                if not same:
+                    self.switch_off(f"the replay of {slot.label} ({slot.source}) does not give the same bits")
+                    return self.counts.why
         finally:
             memo[:] = [None] * len(memo)
         return ""
@@ -292,6 +300,8 @@ class PlannedRegion:
     def _fall_back(self, why: str) -> None:
         self.counts.fallbacks += 1
         self.counts.why = why
+        if self.on_fallback is not None:
+            self.on_fallback(self.name, why)
 
     def switch_off(self, why: str) -> None:
         """From now on this region recomputes as a whole."""

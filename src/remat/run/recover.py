@@ -1,0 +1,274 @@
+"""A step that runs out of memory, put back to where it began and run again.
+
+Before a step everything that it changes is remembered: random state, buffers, gradients. Parameters are not
+copied, they must not change. Nor are gradients, although a step adds to those of the steps before it: each is
+complete once autograd has added to it, and running the step again gives the same, so what was added already
+is not added a second time (`Gradients`).
+"""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from remat.check.untouched import remember_buffers, remember_random_state
+from remat.errors import InputError, RecoveryError
+from remat.run.ranks import Ranks
+from remat.units import format_bytes
+
+__all__ = ["Failure", "Gradients", "is_out_of_memory", "recovering", "step_optimizer"]
+
+_PHRASES = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """torch.OutOfMemoryError; on the host, in cuBLAS and in cuDNN it is a RuntimeError that says so."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    text = str(error)
+    return (
+        isinstance(error, RuntimeError)
+        and not isinstance(error, RecoveryError)
+        and any(phrase in text for phrase in _PHRASES)
+    )
+
+
+@dataclass(frozen=True)
+class Failure:
+    """`reserved_bytes`: what the allocator had got from the device when it could get no more (0: unknown);
+    `allocated_bytes`: how much of that was in use. `mine`: this process ran out, not another rank."""
+
+    text: str
+    reserved_bytes: int = 0
+    allocated_bytes: int = 0
+    mine: bool = True
+
+
+def recovering(
+    model: nn.Module,
+    fn: Callable[[], Tensor],
+    backward: Callable[[Tensor], Any],
+    tighten: Callable[[Failure], str | None],
+    ranks: Ranks,
+    tries: int,
+) -> tuple[Tensor, list[str]]:
+    """Run fn and backward until both succeed on every rank; (loss, what was done about each failure).
+
+    `tighten` takes the next tighter plan and says which, or gives None where there is none: then the step is
+    run again with what freeing has won.
+    """
+    before = _Before(model)
+    tried: list[str] = []
+    try:
+        while True:
+            loss, failure = _attempt(fn, backward, before, ranks)
+            if ranks.agree(failure is None):
+                assert loss is not None
+                before.gradients.finish()
+                ranks.average_gradients()
+                return loss, tried
+            failure = failure or Failure("another rank ran out of memory", mine=False)
+            del loss
+            free(model)
+            before.put_back()
+            ranks.refuse_alone(failure)
+            if len(tried) + 1 >= tries:
+                raise _gave_up(tried, failure, before.gradients)
+            tried.append(f"{tighten(failure) or 'freed memory, no tighter plan'}, after: {failure.text}")
+    finally:
+        before.gradients.finish()
+
+
+def _attempt(
+    fn: Callable[[], Tensor], backward: Callable[[Tensor], Any], before: _Before, ranks: Ranks
+) -> tuple[Tensor | None, Failure | None]:
+    before.gradients.begin()
+    try:
+        with ranks.apart():
+            loss = fn()
+            if not isinstance(loss, Tensor):
+                raise InputError(
+                    f"the step's function returned a {type(loss).__name__}; it must return the loss, and "
+                    "leave backward to handle.step"
+                )
+            backward(loss)
+        return loss.detach(), None
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        failure = _failure(error)
+        _let_go(error)
+        return None, failure
+
+
+def _failure(error: BaseException) -> Failure:
+    text = str(error).split("\n")[0][:300]
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+        return Failure(text)
+    return Failure(text, torch.cuda.memory_reserved(), torch.cuda.memory_allocated())
+
+
+def _let_go(error: BaseException | None) -> None:
+    """A traceback holds every local variable on its way, and with them the failed step's tensors."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
+def free(model: nn.Module) -> None:
+    """Give back what the failed step has left behind."""
+    gc.collect()
+    if any(p.device.type == "cuda" for p in model.parameters()):
+        torch.cuda.empty_cache()
+
+
+def _gave_up(tried: list[str], failure: Failure, gradients: Gradients) -> RecoveryError:
+    lines = [f"the step ran out of memory {len(tried) + 1} times and was given up; last: {failure.text}"]
+    lines += [f"  tried: {line}" for line in tried]
+    if failure.reserved_bytes:
+        lines.append(
+            f"  this process had {format_bytes(failure.reserved_bytes)} of the device, "
+            f"{format_bytes(failure.allocated_bytes)} of it in use"
+        )
+    lines.append("use a smaller batch, a lower budget, or free memory that others hold on the device")
+    if gradients.added:
+        lines.append(
+            f"gradients of {gradients.added} parameters contain this batch already: call zero_grad() before "
+            "going on"
+        )
+    return RecoveryError("\n".join(lines))
+
+
+class _Before:
+    """The state that a step changes, as it was before the step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = [(name, p, p._version) for name, p in model.named_parameters()]
+        self._put_back = (remember_random_state(), remember_buffers(model))
+        self.gradients = Gradients(model.parameters())
+
+    def put_back(self) -> None:
+        written = [name for name, p, version in self._parameters if p._version != version]
+        if written:
+            raise RecoveryError(
+                f"the step ran out of memory after it had changed {len(written)} parameters, first "
+                f"{written[0]}: it cannot be run again. Let handle.step run forward and backward only, and "
+                "the optimizer afterwards: handle.step(fn, optimizer=optimizer)"
+            )
+        self.gradients.put_back()
+        for put_back in self._put_back:
+            put_back()
+
+
+class Gradients:
+    """Gradients of a step that may be run again.
+
+    A parameter without gradient starts without one again. One that has a gradient from earlier steps is added
+    to in place. How often autograd has added to it is counted; when the step runs again, so many additions
+    are skipped, because the gradient has them. So nothing is copied, and the bits are those of one run.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        trained = [p for p in parameters if p.requires_grad]
+        self._fresh = [p for p in trained if p.grad is None]
+        self._had = {p: p.grad for p in trained if p.grad is not None}
+        self._done: Counter[nn.Parameter] = Counter()  # additions of earlier runs that the gradient has
+        self._now: Counter[nn.Parameter] = Counter()  # additions of this run
+        self._aside: dict[nn.Parameter, Tensor] = {}  # gradients waiting for this run to get as far
+        self._hooks: list[Any] = [
+            p.register_post_accumulate_grad_hook(self._added)  # type: ignore[no-untyped-call]
+            for p in self._had
+        ]
+
+    @property
+    def added(self) -> int:
+        """How many gradients of earlier steps the runs have added to."""
+        return len(self._done)
+
+    def begin(self) -> None:
+        self._now.clear()
+        for parameter in self._aside:
+            parameter.grad = None
+
+    def _added(self, parameter: Any) -> None:
+        self._now[parameter] += 1
+        if parameter in self._aside:
+            complete = self._now[parameter] == self._done[parameter]
+            parameter.grad = self._aside.pop(parameter) if complete else None
+
+    def put_back(self) -> None:
+        """After a run that failed."""
+        for parameter in self._fresh:
+            parameter.grad = None
+        for parameter in self._had:
+            if self._now[parameter] and parameter not in self._aside:
+                assert parameter.grad is not None
+                self._done[parameter] = self._now[parameter]
+                self._aside[parameter] = parameter.grad
+        self._return()
+
+    def _return(self) -> None:
+        for parameter, gradient in self._aside.items():
+            parameter.grad = gradient
+
+    def finish(self) -> None:
+        """No more runs. A second call does nothing."""
+        self._return()
+        self._aside.clear()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+
+# --------------------------------------------------------------------------------------------- the optimizer
+
+
+def step_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, tries: int) -> int:
+    """optimizer.step(), again if it runs out of memory before it has written anything; how often it did.
+
+    Most often it does so when it makes its state, in the first step: what it had made by then is taken away
+    again. An optimizer that has updated some parameters and not others cannot be helped; that is said.
+    """
+    for failures in range(tries):
+        state = {key: dict(value) for key, value in optimizer.state.items()}
+        versions = [(t, t._version) for t in _written_by(optimizer, state)]
+        try:
+            optimizer.step()
+            return failures
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = _failure(error)
+            _let_go(error)
+        changed = sum(tensor._version != version for tensor, version in versions)
+        if changed:
+            raise RecoveryError(
+                f"the optimizer ran out of memory after it had written to {changed} of {len(versions)} "
+                "parameters and state tensors, so its step can be neither finished nor run again: load the "
+                "last saved state. foreach=False or fused=True makes it take less memory, and giving "
+                f"optimizer= to remat.fit plans for it. Last: {failure.text}"
+            )
+        for key in [key for key in optimizer.state if key not in state]:
+            del optimizer.state[key]
+        for key, value in state.items():
+            optimizer.state[key].clear()
+            optimizer.state[key].update(value)
+        free(model)
+    raise RecoveryError(
+        f"the optimizer ran out of memory {tries} times, before it had written anything; last: "
+        f"{failure.text}. foreach=False or fused=True makes it take less, and giving optimizer= to remat.fit "
+        "plans for it"
+    )
+
+
+def _written_by(optimizer: torch.optim.Optimizer, state: dict[Any, dict[Any, Any]]) -> list[Tensor]:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return [*parameters, *(t for value in state.values() for t in value.values() if isinstance(t, Tensor))]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from remat._torch_private import compiler_problem
+from remat.adaptive import AdaptiveHandle, measure_sizes
 from remat.check import verify as check_verify
 from remat.check.peak import release_cached, step_peak
 from remat.check.regions import verify_regions
@@ -26,8 +28,11 @@ from remat.planner.simulate import simulate
 from remat.profiling import Request, build_profile, device_of
 from remat.records import Action, Mode, Phase, Plan, Profile
 from remat.run.compiled import BACKENDS, DEFAULT_BACKEND, is_compiled
+from remat.run.journal import Event
+from remat.run.recover import remembered_bytes
 from remat.show.progress import showing
 from remat.trace.discover import find_blocks
+from remat.trace.sizes import smaller_batches
 from remat.units import format_bytes, parse_bytes
 
 __all__ = ["Handle", "apply", "fit", "plan", "profile", "verify"]
@@ -113,6 +118,8 @@ def fit(
     allow: Sequence[Action | str] = _ACTIONS,
     compile: bool | str | None = None,
     check: bool = True,
+    adaptive: bool | Sequence[Any] = False,
+    on_event: Callable[[Event], None] | None = None,
 ) -> Handle:
     """Make this model's training step fit into `budget` bytes, with the least slowdown: profile, plan, apply,
     verify. The plan is run once and its peak measured; if it is over, a tighter plan is made.
@@ -129,15 +136,36 @@ def fit(
     compiled as one graph run as without it, and the report says why. A text names the backend: "inductor",
     or "aot_eager", which needs no compiler. By default blocks are compiled only if you have compiled them
     yourself (block.compile(), torch.compile(block)).
+
+    `adaptive`: inputs of other sizes get plans of their own under the same budget, a short batch one that
+    keeps more. Give the largest batch; it is cut to measure two smaller sizes, or pass batches of other sizes
+    to measure instead of True. `on_event` is called with everything that changes while training.
     """
     allowed = _actions(allow)
     request = _request(model, batch, loss, step, optimizer, accumulate, allowed, compile)
+    others = _other_sizes(model, batch, loss, adaptive)
+    if adaptive is not False and request.compiler:
+        raise InputError(
+            "adaptive plans do not compile blocks: every new size would compile them again; leave out "
+            "adaptive=, or compile="
+        )
     _check_budget_arguments(budget, activations)
     _parse_early(model, budget)
     with showing(f"remat: fitting {type(model).__name__}") as progress:
         found = build_profile(request, progress)
         budget_bytes = _budget_bytes(found, budget, activations)
-        return _fitted(request, found, budget_bytes, allowed, check, progress)
+        if adaptive is False:
+            handle = _fitted(request, found, budget_bytes, allowed, check, progress)
+            handle.on_event = on_event
+            return handle
+        measured = measure_sizes(request, found, others, progress)
+        room = remembered_bytes(model, device_of(model))  # handle.step shall find it
+        try:
+            handle = _fitted(request, found, budget_bytes - room, allowed, check, progress)
+        except BudgetError as error:
+            raise refusal(budget_bytes, error.needed + room, error.hints, error.where) from None
+        handle.plan = replace(handle.plan, budget_bytes=budget_bytes)
+        return AdaptiveHandle(handle, measured, check, on_event)
 
 
 def verify(
@@ -187,18 +215,16 @@ def _request(
         def run() -> torch.Tensor:
             return run_step(model, batch, loss)
 
-    device = device_of(model)
-    given = [] if batch is None else [t for t in tensors_of(batch) if t.device.type == device.type]
     seen = any(p.grad is not None for p in model.parameters())
     return Request(
         model=model,
         run=run,
         signature="custom step" if batch is None else signature(batch),
-        batch_bytes=sum(t.untyped_storage().nbytes() for t in given),
+        batch_bytes=0 if batch is None else _batch_bytes(model, batch),
         optimizer=optimizer,
         accumulate=seen or (accumulate is True) or (not isinstance(accumulate, bool) and accumulate > 1),
         chunk=Action.CHUNK in allow,
-        compiler=_compiler(model, compile, device),
+        compiler=_compiler(model, compile, device_of(model)),
     )
 
 
@@ -227,6 +253,32 @@ def _compiler(model: nn.Module, compile: bool | str | None, device: torch.device
     if problem:
         raise InputError(f"compile={compile!r} is not possible here: {problem}; leave it out to run eagerly")
     return backend
+
+
+def _other_sizes(
+    model: nn.Module, batch: Any, loss: Loss | None, adaptive: bool | Sequence[Any]
+) -> list[tuple[Step, str, int]]:
+    """Batches of other sizes to measure, each with a function that runs it."""
+    if adaptive is False:
+        return []
+    if adaptive is not True and not isinstance(adaptive, (list, tuple)):
+        raise InputError(
+            f"adaptive={adaptive!r}; say True, or give a list of batches of other sizes to measure"
+        )
+    if adaptive is True:
+        batches = [] if batch is None else smaller_batches(batch)
+    else:
+        batches = list(adaptive)
+    return [
+        (partial(run_step, model, other, loss), signature(other), _batch_bytes(model, other))
+        for other in batches
+    ]
+
+
+def _batch_bytes(model: nn.Module, batch: Any) -> int:
+    device = device_of(model)
+    given = [t for t in tensors_of(batch) if t.device.type == device.type]
+    return sum(t.untyped_storage().nbytes() for t in given)
 
 
 def _actions(allow: Sequence[Action | str]) -> tuple[Action, ...]:

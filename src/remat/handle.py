@@ -30,10 +30,11 @@ from remat.run.recipe import compile_recipe
 from remat.run.recover import Failure, recovering, step_optimizer
 from remat.run.region import PlannedRegion, Variant
 from remat.run.status import Status
+from remat.run.switch import Switchboard
 from remat.show.text import Report
 from remat.units import format_bytes
 
-__all__ = ["Handle", "apply", "planned_regions", "tighter_limit"]
+__all__ = ["Handle", "apply", "chunked_head", "planned_regions", "tighter_limit"]
 
 _TRIES = 4  # runs of one step before it is given up
 _TIGHTER = 0.9  # of the present limit, for the next plan after running out of memory
@@ -66,7 +67,9 @@ class Handle:
     "remat" and into `stats`.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, installation: Installation, check: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, plan: Plan, installation: Installation | Switchboard, check: bool = True
+    ) -> None:
         self.model = model
         self.plan = plan
         self.verification: Verification | None = None

@@ -50,8 +50,8 @@ class Ranks:
         if self._ddp is None:
             yield
             return
-        # Buffers go from rank 0 to all in the forward after a step that averaged: that is what this flag says,
-        # which every forward sets anew. All ranks begin each run of the step as they began the first.
+        # Buffers go from rank 0 to all in the forward after a step that averaged: this flag says so, and
+        # every forward sets it anew. All ranks begin each run of the step as they began the first.
         self._ddp.require_forward_param_sync = self._shares_buffers
         with self._ddp.no_sync():
             yield

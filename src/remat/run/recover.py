@@ -23,7 +23,14 @@ from remat.errors import InputError, RecoveryError
 from remat.run.ranks import Ranks
 from remat.units import format_bytes
 
-__all__ = ["Failure", "Gradients", "is_out_of_memory", "recovering", "step_optimizer"]
+__all__ = [
+    "Failure",
+    "Gradients",
+    "is_out_of_memory",
+    "recovering",
+    "remembered_bytes",
+    "step_optimizer",
+]
 
 _PHRASES = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")
 
@@ -145,6 +152,14 @@ def _gave_up(tried: list[str], failure: Failure, gradients: Gradients) -> Recove
             "going on"
         )
     return RecoveryError("\n".join(lines))
+
+
+def remembered_bytes(model: nn.Module, device: torch.device) -> int:
+    """What remembering takes on this device while a step runs: buffers, on the host also generators."""
+    buffers = sum(b.numel() * b.element_size() for b in model.buffers() if b.device.type == device.type)
+    if device.type != "cpu":
+        return buffers
+    return buffers + 2 * torch.get_rng_state().nbytes  # one is being read while another is kept
 
 
 class _Before:

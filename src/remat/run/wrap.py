@@ -20,7 +20,7 @@ from torch import nn
 from remat._torch_private import in_jit_trace
 from remat.errors import InputError, RematError
 
-__all__ = ["Around", "RegionStatus", "WrappedForward", "bypass", "unwrap", "wrap", "wrapped"]
+__all__ = ["Around", "RegionStatus", "WrappedForward", "bypass", "bypassed", "unwrap", "wrap", "wrapped"]
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class WrappedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         around = self.around
-        if around is None or _bypassed():
+        if around is None or bypassed():
             return self.original(*args, **kwargs)
         return around(self.module, self.original, args, kwargs)
 
@@ -123,7 +123,7 @@ class WrappedForward:
         return f"<forward of {type(self._module()).__name__}, wrapped by {owner}>"
 
 
-def _bypassed() -> bool:
+def bypassed() -> bool:
     """Asked for, or nothing to save, or a compiler is looking on: it must see the model's own code."""
     return torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_jit_trace() or _LOCAL.bypass
 

@@ -1,0 +1,517 @@
+"""Inputs of many sizes under one budget: each size has its own plan.
+
+`fit(..., adaptive=True)` measures the step at a few sizes. The plan of any other is made from what those say
+of it (planner.sizes), for the next larger of a row of sizes, so that a stream of lengths needs few plans. No
+step takes more than the budget because its size was new:
+
+- bytes between measured sizes are never estimated too low, and a plan for a larger size holds for a smaller;
+- a recipe at a size where it has not run yet is compared with what is really there before anything is let
+  go. Where it does not fit, its region keeps everything and all later ones recompute as a whole: a plan with
+  recipes is used at such a size only if the budget holds that as well;
+- a batch too large for any plan is refused before it runs.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from remat.check.peak import release_cached
+from remat.errors import BudgetError, InputError
+from remat.handle import Handle, chunked_head, planned_regions, tighter_limit
+from remat.planner.bounds import least_budget
+from remat.planner.schedule import refusal, schedule
+from remat.planner.simulate import simulate
+from remat.planner.sizes import Family, MisfitError, family, without_recipes
+from remat.profiling import Request, build_profile, device_of
+from remat.records import Mode, Phase, Plan, Profile
+from remat.run.journal import Event
+from remat.run.monitor import Monitor, fragmentation_advice, read_device
+from remat.run.recover import Failure, remembered_bytes
+from remat.run.region import PlannedRegion
+from remat.run.switch import Switchboard, Table
+from remat.run.wrap import bypassed
+from remat.show.text import Report
+from remat.trace.sizes import Chart, Place, Shapes, shapes_of
+from remat.units import format_bytes
+
+__all__ = ["AdaptiveHandle", "Knot", "Measured", "measure_sizes"]
+
+_PER_OCTAVE = 8  # plans from one size to its double
+_REMEMBERED = 256  # shapes whose regions are ready
+_RESERVE = 0.003  # of the budget, for what lies between two measured sizes
+_RESERVE_CUDA = 0.015  # the same where the allocator cuts pieces that no other size has
+_NOTCH = 0.9  # of the limit, for each tightening
+_LOOK_EVERY = 8  # steps between two looks at the device
+
+
+@dataclass(frozen=True)
+class Knot:
+    """A size that was measured."""
+
+    shapes: Shapes
+    profile: Profile
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What `fit` measured: the step itself first, then other sizes of it."""
+
+    knots: tuple[Knot, ...]
+    notes: tuple[str, ...] = ()
+
+
+def measure_sizes(
+    request: Request,
+    found: Profile,
+    runs: Sequence[tuple[Callable[[], torch.Tensor], str, int]],
+    progress: Callable[[str], None],
+) -> Measured:
+    """Profile the same step with other batches: (run, signature, bytes of the batch) each. One that does not
+    run, or differs in more than numbers, is left out and named."""
+    knots = [Knot(_shapes_seen(request.model, request.run), found)]
+    notes: list[str] = []
+    for run, signature, batch_bytes in runs:
+        progress(f"measuring {signature}")
+        other = replace(request, run=run, signature=signature, batch_bytes=batch_bytes, like=found)
+        try:
+            shapes = _shapes_seen(request.model, run)
+            profile = build_profile(other, progress)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a model says of a batch that it was not made for
+            notes.append(f"{signature} cannot be measured ({type(error).__name__}: {str(error)[:200]})")
+            continue
+        knots.append(Knot(shapes, profile))
+    return Measured(tuple(knots), tuple(notes))
+
+
+class _SeenError(Exception):
+    """Stops a forward whose inputs have been read."""
+
+
+def _shapes_seen(model: nn.Module, run: Callable[[], torch.Tensor]) -> Shapes:
+    """What the model is called with when the step runs."""
+    read, seen = shapes_of(model), []
+
+    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+        seen.append(read(args, kwargs))
+        raise _SeenError
+
+    hook = model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        run()
+    except _SeenError:
+        pass
+    finally:
+        hook.remove()
+    if not seen:
+        raise InputError(
+            f"the step does not call {type(model).__name__} itself, so that the size of its inputs is not "
+            "seen; adaptive=True needs a step that calls the model"
+        )
+    return seen[0]
+
+
+@dataclass
+class _Ready:
+    """The regions for inputs of one shape."""
+
+    tables: dict[str, Table]
+    plan: Plan | None  # None: recomputes everything
+    head: str | None = None
+    fresh: bool = False  # recipes that have not run at this size yet
+
+
+class _Watch:
+    """The hook on the model. Copies of the model are not watched: the handle belongs to this one."""
+
+    def __init__(self, handle: AdaptiveHandle | None) -> None:
+        self._handle = None if handle is None else weakref.ref(handle)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        handle = self._handle() if self._handle is not None else None
+        if handle is not None and not bypassed():
+            handle._before_forward(args, kwargs)
+
+    def __deepcopy__(self, memo: Any) -> _Watch:
+        return _Watch(None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Watch, (None,)
+
+
+class AdaptiveHandle(Handle):
+    """Plans at work on a model, one for each size of its inputs, all within one budget.
+
+    `plan` is the one of the last step. `sizes` are those that were measured.
+    """
+
+    def __init__(
+        self,
+        fitted: Handle,
+        measured: Measured,
+        check: bool,
+        on_event: Callable[[Event], None] | None = None,
+    ) -> None:
+        fitted.remove()
+        board = Switchboard(fitted.model, check, self._fell_back)
+        super().__init__(fitted.model, fitted.plan, board, check)
+        self.verification, self.measured, self.on_event = fitted.verification, fitted.measured, on_event
+        self._board = board
+        self._device = device_of(self.model)
+        self._fitted = fitted.plan
+        self._budget = fitted.plan.budget_bytes
+        self._chart, self._family, notes = _chart_and_family(measured, fitted.plan)
+        self._fitted_size = self._place_of(measured.knots[0].shapes)
+        predicted = simulate(fitted.plan.profile, fitted.plan.choices).peak_bytes
+        self._over = max(fitted.plan.predicted_peak_bytes - predicted, 0)  # what `fit` saw beyond that
+        self._reserve = self._reserve_bytes()
+        self._notch = 0
+        self._limit: int | None = None  # below the notch, after a real shortage
+        self._ready: OrderedDict[tuple[Shapes, int], _Ready] = OrderedDict()
+        self._plans: OrderedDict[tuple[int, bool, int], Plan] = OrderedDict()
+        self._confirmed: set[Shapes] = {measured.knots[0].shapes}  # recipes have run at these
+        self._refused: set[Shapes] = set()  # and did not fit at these
+        self._now: tuple[Shapes, int] | None = None
+        self._read = shapes_of(self.model)
+        self._monitor = Monitor(self._budget)
+        self._advised = False
+        self._names = {call.name: call.tower for call in fitted.plan.profile.calls}
+        self._hook = self.model.register_forward_pre_hook(_Watch(self), with_kwargs=True)
+        for note in (*measured.notes, *notes):
+            self._journal.note("advice", note)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self._family.sizes
+
+    @property
+    def regions(self) -> tuple[PlannedRegion, ...]:
+        return tuple(self._board.regions)
+
+    def report(self) -> Report:
+        """The plan of the size that was fitted, and everything that happened since."""
+        events = [event.as_dict() for event in self.stats.events]
+        return Report(self._fitted, self.verification, self.measured, self.status().rows, events)
+
+    def remove(self) -> None:
+        self._hook.remove()
+        self._board.remove()
+
+    def __repr__(self) -> str:
+        return f"<remat.Handle of {self._fitted.profile.model}: a plan for each of {len(self._ready)} shapes>"
+
+    # -- before every forward
+
+    def _begin_step(self) -> None:
+        """Steps are counted by forwards: one step may have several."""
+
+    def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._settle()
+        self.stats.steps += 1
+        if self.stats.steps % _LOOK_EVERY == 0:
+            self._look_at_device()
+        shapes = self._read(args, kwargs)
+        key = (shapes, self._notch)
+        ready = self._ready.get(key)
+        if ready is None:
+            self.stats.misses += 1
+            begin = time.perf_counter()
+            ready = self._prepare(shapes)
+            self.stats.planning_seconds += time.perf_counter() - begin
+            self._ready[key] = ready
+            while len(self._ready) > _REMEMBERED:
+                self._ready.popitem(last=False)
+        else:
+            self.stats.hits += 1
+            self._ready.move_to_end(key)
+        if key != self._now or ready.fresh:
+            self._go_over(key, ready)
+
+    def _settle(self) -> None:
+        """The forward before this one is over: recipes that ran in it for the first time have fitted."""
+        ready = None if self._now is None else self._ready.get(self._now)
+        if ready is not None and ready.fresh:
+            assert self._now is not None
+            self._confirmed.add(self._now[0])
+            ready.fresh = False
+            for table in ready.tables.values():
+                table.shadow = False
+            self._board.end_shadow()
+
+    def _go_over(self, key: tuple[Shapes, int], ready: _Ready) -> None:
+        changed = self._now is None or ready.plan is not self.plan
+        self._now = key
+        self._board.show(ready.tables, ready.head)
+        if ready.plan is None:
+            self._journal.note("plan changed", "every region recomputes as a whole")
+        elif changed:
+            self.plan = ready.plan
+            self._journal.note("plan changed", _describe(ready.plan))
+
+    def _fell_back(self, name: str, why: str) -> None:
+        """A region could not run as planned, and has kept everything."""
+        self._journal.note("fell back", f"{name}: {why}")
+        if self._now is None:
+            return
+        self._ready.pop(self._now, None)
+        self._refused.add(self._now[0])
+        self._confirmed.discard(self._now[0])
+        self._board.recompute_all()
+        self._now = None
+
+    # -- plans
+
+    def _place_of(self, shapes: Shapes) -> Place | None:
+        return self._chart.place(shapes)
+
+    def _prepare(self, shapes: Shapes) -> _Ready:
+        place = self._place_of(shapes)
+        if place is None:
+            self._journal.note(
+                "fell back", f"no measured size is like {_text(shapes)}: recomputes everything"
+            )
+            return _Ready({name: Table.whole(tower) for name, tower in self._names.items()}, None)
+        recipes = place.exact and shapes not in self._refused
+        if place == self._fitted_size and recipes and self._notch == 0 and self._limit is None:
+            return self._with_recipes(self._fitted, self._fitted, fresh=False)
+        if recipes:
+            ready, holds = self._prepare_recipes(place.size, shapes)
+            if ready is not None and (holds or not self._has_whole_plan(place.size)):
+                return ready
+        made = self._plan(place.size, False)
+        tables = {
+            call.name: Table.whole(call.tower)
+            for index, call in enumerate(made.profile.calls)
+            if made.entry(index).mode is not Mode.KEEP
+        }
+        return _Ready(tables, made, chunked_head(made))
+
+    def _prepare_recipes(self, size: int, shapes: Shapes) -> tuple[_Ready | None, bool]:
+        """(regions with recipes, whether the budget holds even if these do not fit here)."""
+        made = self._plan(size, True)
+        exact = self._at_exactly(made, size)
+        if exact is None:
+            return None, False
+        known = shapes in self._confirmed
+        return self._with_recipes(made, exact, fresh=not known), known or self._may_fail(made)
+
+    def _has_whole_plan(self, size: int) -> bool:
+        try:
+            self._plan(size, False)
+        except BudgetError:  # only recipes are within the budget
+            return False
+        return True
+
+    def _with_recipes(self, plan: Plan, exact: Plan, *, fresh: bool) -> _Ready:
+        regions = planned_regions(exact, self._check)
+        tables = {region.name: Table(region.tower, region.variants) for region in regions}
+        has_recipes = any(v.program is not None for r in regions for v in r.variants.values())
+        if fresh and has_recipes:
+            for name in self._first_of_each_kind(exact):
+                tables[name].shadow = True
+        return _Ready(tables, plan, chunked_head(exact), fresh and has_recipes)
+
+    def _at_exactly(self, plan: Plan, size: int) -> Plan | None:
+        """The plan with the graphs of this size, where it has recipes; None if those cannot be told."""
+        used = {call.kind for i, call in enumerate(plan.profile.calls) if plan.entry(i).recipe is not None}
+        try:
+            kinds = tuple(
+                self._family.kind_at(number, kind, size)
+                if self._needs_signature(plan, number, used)
+                else kind
+                for number, kind in enumerate(plan.profile.kinds)
+            )
+        except MisfitError:
+            return None
+        return replace(plan, profile=replace(plan.profile, kinds=kinds))
+
+    def _needs_signature(self, plan: Plan, number: int, used: set[int]) -> bool:
+        """A region called several times needs the signatures of all its kinds to tell them apart."""
+        names = {call.name for call in plan.profile.calls if call.kind == number}
+        busy = {c.name for i, c in enumerate(plan.profile.calls) if plan.entry(i).mode is not Mode.KEEP}
+        return number in used or bool(names & busy)
+
+    def _first_of_each_kind(self, plan: Plan) -> list[str]:
+        first: dict[int, str] = {}
+        for index, call in enumerate(plan.profile.calls):
+            if plan.entry(index).recipe is not None:
+                first.setdefault(call.kind, call.name)
+        return list(first.values())
+
+    def _may_fail(self, plan: Plan) -> bool:
+        """Whether the budget also holds a step in which the first recipe of a kind does not fit: its region
+        keeps everything, and has the replay beside it, and all regions after it recompute as a whole."""
+        profile = plan.profile
+        for name in self._first_of_each_kind(plan):
+            first = next(i for i, call in enumerate(profile.calls) if call.name == name)
+            choices = tuple(
+                choice if i < first else 0 if i == first else profile.kinds[call.kind].reference
+                for i, (call, choice) in enumerate(zip(profile.calls, plan.choices, strict=True))
+            )
+            timeline = simulate(profile, choices)
+            replay = plan.entry(first).backward_peak_bytes
+            beside = max(
+                point.peak_bytes + replay
+                for point in timeline.points
+                if point.call == first and point.phase is Phase.FORWARD
+            )
+            if max(timeline.peak_bytes, beside) > self._limit_bytes():
+                return False
+        return True
+
+    def _plan(self, size: int, recipes: bool) -> Plan:
+        """The plan for the next larger of a row of sizes, or for this one if that is out of reach."""
+        edge = self._edge(size)
+        for target in (edge, size) if edge != size else (size,):
+            key = (target, recipes, self._notch)
+            if key not in self._plans:
+                try:
+                    self._plans[key] = self._made(target, recipes)
+                except BudgetError:
+                    if target == size:
+                        raise
+                    continue
+                self._journal.note("planned", f"size {target}: {_describe(self._plans[key])}")
+                while len(self._plans) > _REMEMBERED:
+                    self._plans.popitem(last=False)
+            return self._plans[key]
+        raise AssertionError("unreachable: the last target raises")
+
+    def _edge(self, size: int) -> int:
+        largest = self._family.sizes[-1]
+        if size <= self._family.sizes[0]:
+            return self._family.sizes[0]
+        octaves = _floor_log2(largest / size * (1 + 1e-9), _PER_OCTAVE)
+        return max(int(largest / 2 ** (octaves / _PER_OCTAVE)), size)
+
+    def _made(self, size: int, recipes: bool) -> Plan:
+        found = self._family.profile_at(size)
+        found = found if recipes else without_recipes(found)
+        limit, allow = self._limit_bytes(), self._fitted.allow
+        try:
+            made = schedule(found, limit, allow=allow)
+        except BudgetError as error:
+            least = least_budget(found, allow)
+            if least > self._budget - self._over and not self._is_tightened():
+                where = f"This batch is of size {size}; what was measured: {list(self.sizes)}. {error.where}"
+                raise refusal(self._budget, least + self._over, error.hints, where) from None
+            made = schedule(found, least, allow=allow)
+        return replace(made, budget_bytes=self._budget)
+
+    def _is_tightened(self) -> bool:
+        return self._notch > 0 or self._limit is not None
+
+    def _limit_bytes(self) -> int:
+        limit = int((self._budget - self._reserve) * _NOTCH**self._notch)
+        return limit if self._limit is None else min(limit, self._limit)
+
+    def _reserve_bytes(self) -> int:
+        """Beside the plans: how much the fitted step exceeded its prediction, the copies of buffers that
+        `step` makes, and a share for what lies between the measured sizes."""
+        cuda = self._fitted.profile.environment.device.startswith("cuda")
+        share = _RESERVE_CUDA if cuda else _RESERVE
+        return self._over + remembered_bytes(self.model, self._device) + int(share * self._budget)
+
+    # -- less memory, more memory
+
+    def _needed(self) -> int:
+        return least_budget(self.plan.profile, self.plan.allow)
+
+    def _tighten(self, failure: Failure) -> str | None:
+        self._monitor.ran_out()
+        peak = simulate(self.plan.profile, self.plan.choices).peak_bytes
+        why = f"after running out of memory: {failure.text}"
+        return self._set_limit("tightened", self._notch + 1, tighter_limit(peak, failure), why)
+
+    def _set_limit(self, kind: str, notch: int, limit: int | None, why: str) -> str | None:
+        """Plan for the present inputs under another limit; None, and nothing is changed, if that makes no
+        difference to them."""
+        before = self._notch, self._limit, self.plan
+        self._notch, self._limit = notch, limit
+        self._ready.clear()
+        self._plans.clear()
+        text = f"to {format_bytes(self._limit_bytes())} {why}"
+        if self._now is not None:
+            shapes = self._now[0]
+            ready = self._ready[shapes, notch] = self._prepare(shapes)
+            if ready.plan is not None and _does_the_same(ready.plan, before[2]) and kind == "tightened":
+                self._notch, self._limit = before[:2]
+                self._ready.clear()
+                self._plans.clear()
+                return None
+            self._go_over((shapes, notch), ready)
+            text += "" if ready.plan is None else f", {_describe(ready.plan)}"
+        self._journal.note(kind, text)
+        release_cached(self._device)
+        return text
+
+    def _look_at_device(self) -> None:
+        reading = read_device(self._device)
+        if reading is None:
+            return
+        advice = None if self._advised else fragmentation_advice(reading)
+        if advice is not None:
+            self._advised = True
+            self._journal.note("advice", advice)
+        limit = self._limit_bytes()
+        more = 0 if self._notch == 0 else int(limit / _NOTCH) - limit
+        change = self._monitor.observe(reading, limit, more)
+        if not change or (change < 0 and not self._notch):
+            return
+        used = format_bytes(reading.reserved + reading.others)
+        why = f"with {used} of {format_bytes(reading.total)} taken on the device"
+        if change > 0:
+            self._set_limit("tightened", self._notch + 1, self._limit, why)
+        else:
+            wider = None if self._notch == 1 or self._limit is None else int(self._limit / _NOTCH)
+            self._set_limit("loosened", self._notch - 1, wider, why)
+
+
+def _chart_and_family(measured: Measured, fitted: Plan) -> tuple[Chart, Family, tuple[str, ...]]:
+    """All sizes if they go together, otherwise the fitted one alone."""
+    knots = measured.knots
+    alone = Family((1,), (fitted.profile,))
+    chart = Chart.of([knot.shapes for knot in knots])
+    single = Chart((knots[0].shapes,))
+    if chart is None:
+        return single, alone, ("the sizes that were measured do not lie on one line: only one is used",)
+    if len(knots) == 1:
+        return single, alone, ("no other size could be measured: smaller ones run as the fitted one does",)
+    by_shapes = {knot.shapes: knot.profile for knot in knots}
+    try:
+        made = family([(size, by_shapes[s]) for size, s in zip(chart.sizes, chart.shapes, strict=True)])
+    except MisfitError as error:
+        return single, alone, (f"the step is another one at other sizes: {error}",)
+    return chart, made, made.notes
+
+
+def _floor_log2(ratio: float, steps: int) -> int:
+    """floor(steps * log2(ratio)), also of ratios below 1."""
+    return math.floor(steps * math.log2(ratio))
+
+
+def _does_the_same(a: Plan, b: Plan) -> bool:
+    return a.predicted_peak_bytes == b.predicted_peak_bytes and a.choices == b.choices
+
+
+def _describe(plan: Plan) -> str:
+    modes = [plan.entry(i).mode for i in range(len(plan.choices))]
+    counts = [f"{modes.count(mode)} {word}" for mode, word in _WORDS.items() if mode in modes]
+    return f"{', '.join(counts)}; peak {format_bytes(plan.predicted_peak_bytes)} predicted"
+
+
+_WORDS = {Mode.KEEP: "keep", Mode.RECIPE: "by recipe", Mode.FULL: "recompute"}
+
+
+def _text(shapes: Shapes) -> str:
+    return ", ".join(f"{name} {list(shape)}" for name, shape in shapes)

@@ -1,0 +1,286 @@
+"""One step at several sizes: what was measured at a few of them, and what that says of all the others.
+
+Two kinds of numbers change with the size of a batch. Bytes and seconds are read off the chords between the
+measured sizes: a sum of products of lengths is convex, so a chord is never below it. The numbers inside a
+region's graph (shapes, strides, arguments) must be right to the last digit: they are polynomials of the size,
+found through the measured sizes, and a result that is no whole number is refused. Whoever runs such a graph
+compares it with what is really there; nothing here is taken on trust.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, TypeVar
+
+from remat.records import Entry, Kind, Mode, Profile, RegionGraph, StepBytes
+
+__all__ = ["Family", "MisfitError", "chord", "family", "polynomial", "template", "without_recipes"]
+
+_T = TypeVar("_T")
+_QUANTITIES = ("bytes", "seconds")  # fields whose name ends so are measured; all others say what is what
+_NUMBER = re.compile(r"\d+")
+
+
+class MisfitError(ValueError):
+    """The step is not the same at all sizes, or a number of it follows no polynomial."""
+
+
+# ------------------------------------------------------------------------------------------- exact numbers
+
+
+def polynomial(sizes: Sequence[int], values: Sequence[int]) -> Callable[[int], int]:
+    """The whole number that takes these values at these sizes; raises MisfitError where it is not whole.
+
+    A line where the points lie on one, otherwise the parabola (or cubic) through all of them.
+    """
+    points = list(zip(sizes, values, strict=True))
+    coefficients = _newton(points[:2])
+    if any(_at(coefficients, sizes, size) != value for size, value in points[2:]):
+        coefficients = _newton(points)
+
+    def value(size: int) -> int:
+        found = _at(coefficients, sizes, size)
+        if found.denominator != 1 or found < 0:
+            raise MisfitError(
+                f"a number that is {dict(points)} at the measured sizes would be {found} at {size}"
+            )
+        return int(found)
+
+    return value
+
+
+def _newton(points: Sequence[tuple[int, int]]) -> list[Fraction]:
+    """Divided differences."""
+    column = [Fraction(value) for _, value in points]
+    result = [column[0]]
+    for width in range(1, len(points)):
+        column = [
+            (b - a) / (points[i + width][0] - points[i][0]) for i, (a, b) in enumerate(pairwise(column))
+        ]
+        result.append(column[0])
+    return result
+
+
+def _at(coefficients: Sequence[Fraction], sizes: Sequence[int], size: int) -> Fraction:
+    found = Fraction(0)
+    for place in range(len(coefficients) - 1, -1, -1):
+        found = found * (size - sizes[place]) + coefficients[place]
+    return found
+
+
+def template(sizes: Sequence[int], values: Sequence[_T]) -> Callable[[int], _T]:
+    """`f(size)`: the same record with its whole numbers as they are at another size. What does not change
+    with the size is shared; anything else that changes (text, a float, a length) raises MisfitError."""
+    first: Any = values[0]
+    if any(type(value) is not type(first) for value in values):
+        raise MisfitError(f"{[type(value).__name__ for value in values]} at different sizes")
+    if all(value == first for value in values):
+        return lambda size: first
+    if isinstance(first, int) and not isinstance(first, bool):
+        return polynomial(sizes, values)  # type: ignore[arg-type, return-value]
+    if isinstance(first, str):
+        return _text(sizes, values)  # type: ignore[arg-type, return-value]
+    if isinstance(first, tuple):
+        lengths = {len(value) for value in values}  # type: ignore[arg-type]
+        if len(lengths) > 1:
+            raise MisfitError(f"{sorted(lengths)} items at different sizes")
+        parts = [template(sizes, items) for items in zip(*values, strict=True)]
+        return lambda size: tuple(part(size) for part in parts)  # type: ignore[return-value]
+    if is_dataclass(first):
+        changing = {
+            field.name: template(sizes, [getattr(value, field.name) for value in values])
+            for field in fields(first)
+            if any(getattr(value, field.name) != getattr(first, field.name) for value in values)
+        }
+        record: Any = first
+        return lambda size: replace(record, **{name: part(size) for name, part in changing.items()})
+    raise MisfitError(f"{first!r} changes with the size")
+
+
+def _text(sizes: Sequence[int], texts: Sequence[str]) -> Callable[[int], str]:
+    """Text with numbers in it: '(torch.Size([4, 256]), (256, 1), torch.float32)'."""
+    between = [_NUMBER.split(text) for text in texts]
+    if any(parts != between[0] for parts in between):
+        raise MisfitError(f"{texts[0]!r} is {texts[-1]!r} at another size")
+    columns = zip(*([int(number) for number in _NUMBER.findall(text)] for text in texts), strict=True)
+    numbers = [template(sizes, column) for column in columns]
+
+    def text(size: int) -> str:
+        found = [str(number(size)) for number in numbers]
+        return "".join(part + number for part, number in zip(between[0], [*found, ""], strict=True))
+
+    return text
+
+
+# --------------------------------------------------------------------------------------- measured quantities
+
+
+def chord(sizes: Sequence[int], values: Sequence[float], size: int) -> float:
+    """What a convex quantity is at most: between two measured sizes on their chord, below the least size what
+    it is there. Above the largest no chord holds: there the larger of chord and parabola is given."""
+    if size <= sizes[0]:
+        return values[0]
+    for (a, b), (low, high) in zip(pairwise(sizes), pairwise(values), strict=True):
+        if size <= b:
+            return _line(a, low, b, high, size)
+    if len(sizes) == 1:
+        return values[-1] * size / sizes[-1]
+    beyond = _line(sizes[-2], values[-2], sizes[-1], values[-1], size)
+    if len(sizes) > 2:
+        points = list(zip(sizes, (Fraction(value) for value in values), strict=True))[-3:]
+        beyond = max(beyond, float(_at(_newton(points), [p[0] for p in points], size)))  # type: ignore[arg-type]
+    return max(beyond, values[-1])
+
+
+def _line(a: int, low: float, b: int, high: float, size: int) -> float:
+    if isinstance(low, int) and isinstance(high, int):  # exact, rounded up: a byte too few is too few
+        return -((low * (b - size) + high * (size - a)) // (a - b))
+    return (low * (b - size) + high * (size - a)) / (b - a)
+
+
+def _blend(sizes: Sequence[int], values: Sequence[Any], size: int, quantity: bool, what: str) -> Any:
+    first = values[0]
+    if is_dataclass(first):
+        counted = isinstance(first, StepBytes)
+        changed = {}
+        for field in fields(first):
+            parts = [getattr(value, field.name) for value in values]
+            if any(part != parts[0] for part in parts):
+                measured = counted or field.name.endswith(_QUANTITIES)
+                changed[field.name] = _blend(sizes, parts, size, measured, field.name)
+        return replace(first, **changed) if changed else first  # type: ignore[type-var]
+    if isinstance(first, tuple):
+        if len({len(value) for value in values}) > 1:
+            raise MisfitError(f"{what}: {[len(value) for value in values]} items at different sizes")
+        return tuple(_blend(sizes, items, size, quantity, what) for items in zip(*values, strict=True))
+    if all(value == first for value in values):
+        return first
+    if quantity and all(isinstance(value, (int, float)) for value in values):
+        found = chord(sizes, values, size)
+        return math.ceil(found) if isinstance(first, int) else found
+    raise MisfitError(f"{what}: {values[0]!r} at one size, {values[-1]!r} at another")
+
+
+# ------------------------------------------------------------------------------------------------ the family
+
+
+@dataclass(frozen=True)
+class Family:
+    """The same step, measured at `sizes` (ascending), with the same menus."""
+
+    sizes: tuple[int, ...]
+    profiles: tuple[Profile, ...]
+    notes: tuple[str, ...] = ()
+
+    def profile_at(self, size: int) -> Profile:
+        """What the step takes at this size: never too little between the measured sizes. Its regions have no
+        graphs: see `kind_at`."""
+        if size in self.sizes:
+            return self.profiles[self.sizes.index(size)]
+        bare = [_bare(profile, self.profiles[-1]) for profile in self.profiles]
+        blended: Profile = _blend(self.sizes, bare, size, False, "profile")
+        return blended
+
+    def kind_at(self, number: int, kind: Kind, size: int) -> Kind:
+        """This kind, as `profile_at` has it, with signature and graph as they are at exactly this size."""
+        if size in self.sizes:
+            measured = self.profiles[self.sizes.index(size)].kinds[number]
+            return replace(kind, signature=measured.signature, graph=measured.graph)
+        signature, graph = self._templates[number]
+        return replace(kind, signature=signature(size), graph=None if graph is None else graph(size))
+
+    @cached_property
+    def _templates(self) -> list[tuple[Callable[[int], str], Callable[[int], RegionGraph] | None]]:
+        return [
+            (template(self.sizes, [k.signature for k in kinds]), _graph_template(self.sizes, kinds))
+            for kinds in zip(*(profile.kinds for profile in self.profiles), strict=True)
+        ]
+
+
+def family(measured: Sequence[tuple[int, Profile]]) -> Family:
+    """A family of what was measured; menus are cut down to what all sizes have in common.
+
+    Raises MisfitError if the step itself differs: other regions, another number of them, another order.
+    """
+    pairs = sorted(measured, key=lambda pair: pair[0])
+    sizes, profiles = tuple(size for size, _ in pairs), [profile for _, profile in pairs]
+    if len({len(profile.kinds) for profile in profiles}) > 1:
+        raise MisfitError(f"{[len(p.kinds) for p in profiles]} distinct regions at sizes {list(sizes)}")
+    notes: list[str] = []
+    columns = []
+    for kinds in zip(*(profile.kinds for profile in profiles), strict=True):
+        columns.append(_common_menus(sizes, kinds, notes))
+    made = Family(
+        sizes,
+        tuple(replace(p, kinds=tuple(k)) for p, k in zip(profiles, zip(*columns, strict=True), strict=True)),
+        tuple(notes),
+    )
+    for size in (sizes[0] + 1, sizes[-1] + 1):
+        made.profile_at(size)  # raises MisfitError now rather than in the middle of training
+    return made
+
+
+def _common_menus(sizes: Sequence[int], kinds: Sequence[Kind], notes: list[str]) -> list[Kind]:
+    recipes = True
+    try:
+        template(sizes, [kind.signature for kind in kinds])
+        _graph_template(sizes, kinds)
+    except MisfitError as error:
+        recipes = False
+        notes.append(f"no recipes between the measured sizes: {error}")
+    menus = [{_way(entry): entry for entry in kind.menu} for kind in kinds]
+    common = [
+        way
+        for way in menus[-1]
+        if all(way in menu for menu in menus) and (recipes or way[0] is not Mode.RECIPE)
+    ]
+    return [
+        replace(kind, menu=tuple(menu[way] for way in common), graph=kind.graph if recipes else None)
+        for kind, menu in zip(kinds, menus, strict=True)
+    ]
+
+
+def _way(entry: Entry) -> tuple[Any, ...]:
+    """What an entry does, whatever the size."""
+    recipe = entry.recipe
+    if recipe is None:
+        return entry.mode, entry.host_bytes > 0
+    return entry.mode, recipe.kept, recipe.dropped, recipe.replayed, recipe.offloaded
+
+
+def _graph_template(sizes: Sequence[int], kinds: Sequence[Kind]) -> Callable[[int], RegionGraph] | None:
+    graphs = [kind.graph for kind in kinds]
+    if all(graph is None for graph in graphs):
+        return None
+    bare: list[Any] = [None if graph is None else _unpriced(graph) for graph in graphs]
+    return template(sizes, bare)
+
+
+def _unpriced(graph: RegionGraph) -> RegionGraph:
+    """Without what was measured of it; a graph that only runs needs none of that."""
+    return replace(graph, ops=tuple(replace(op, seconds=0.0, flops=0) for op in graph.ops))
+
+
+def _bare(profile: Profile, like: Profile) -> Profile:
+    """Text and graphs are none of `_blend`'s business."""
+    return replace(
+        profile,
+        kinds=tuple(replace(kind, graph=None, signature="", note="") for kind in profile.kinds),
+        signature=like.signature,
+        notes=like.notes,
+    )
+
+
+def without_recipes(profile: Profile) -> Profile:
+    """The same with whole regions only: what needs no graph, and so runs at any size."""
+    kinds = (
+        replace(kind, menu=tuple(entry for entry in kind.menu if entry.mode is not Mode.RECIPE))
+        for kind in profile.kinds
+    )
+    return replace(profile, kinds=tuple(kinds))

@@ -1,0 +1,176 @@
+"""The size of a batch: which of its dimensions vary, smaller batches made from one, and where a batch that is
+new lies among those that were measured."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from remat.check.step import tensors_of
+from remat.trees import map_tensors, tensors
+
+__all__ = ["Chart", "Place", "Shapes", "shapes_of", "smaller_batches"]
+
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # name of a tensor -> its shape, sorted by name
+
+_SHARES = (1 / 3, 1 / 12)  # of a length: two smaller sizes, which with the whole one make a parabola
+_LEAST_LENGTH = 8
+_MULTIPLE = 8  # of lengths that are made up: kernels pad others
+
+
+def shapes_of(model: nn.Module) -> Callable[[tuple[Any, ...], dict[str, Any]], Shapes]:
+    """Reads off a call of the model the shapes of all tensors that have dimensions. Whether an argument is
+    passed by name or by position makes no difference."""
+    named = [
+        name
+        for name, parameter in inspect.signature(type(model).forward).parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ][1:]
+
+    def read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
+        given = {(named[i] if i < len(named) else f"*{i}"): arg for i, arg in enumerate(args)}
+        found = []
+        for name, argument in (given | kwargs).items():
+            if isinstance(argument, torch.Tensor):
+                if argument.dim():
+                    found.append((name, tuple(argument.shape)))
+            elif isinstance(argument, (dict, list, tuple)):
+                parts = enumerate(tensors(argument))
+                found += [(f"{name}.{i}", tuple(t.shape)) for i, t in parts if t.dim()]
+        return tuple(sorted(found))
+
+    return read
+
+
+# ----------------------------------------------------------------------------------------- smaller batches
+
+
+def smaller_batches(batch: Any) -> list[Any]:
+    """The beginning of this batch, along its sequences; along its rows where it has no sequences."""
+    given = [t for t in tensors_of(batch) if t.dim()]
+    lengths = {t.shape[1] for t in given if t.dim() == 2 and not t.is_floating_point()}
+    lengths = lengths or {t.shape[1] for t in given if t.dim() == 3}
+    if lengths and max(lengths) >= 3 * _LEAST_LENGTH:
+        made = [{n: _shorter(n, share) for n in lengths} for share in _SHARES]
+        return [_along_sequences(batch, cut) for cut in made if max(cut.values()) < max(lengths)]
+    rows = {t.shape[0] for t in given}
+    if len(rows) != 1 or max(rows) < 2:
+        return []
+    (count,) = rows
+    fewer = sorted({max(count // 2, 1), max(count // 4, 1)} - {count}, reverse=True)
+    return [_mapped(batch, lambda t, n=n: t.narrow(0, 0, n).clone() if t.dim() else t) for n in fewer]  # type: ignore[misc]
+
+
+def _shorter(length: int, share: float) -> int:
+    return max(min(length, _LEAST_LENGTH), round(length * share / _MULTIPLE) * _MULTIPLE)
+
+
+def _along_sequences(batch: Any, cut: dict[int, int]) -> Any:
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        # [rows, length], [rows, length, width]; of more dimensions ([rows, 1, length, length]) the last two.
+        dims = (1,) if tensor.dim() in (2, 3) else tuple(range(2, tensor.dim()))
+        for dim in dims:
+            if tensor.shape[dim] in cut:
+                tensor = tensor.narrow(dim, 0, cut[tensor.shape[dim]])
+        return tensor.clone(memory_format=torch.contiguous_format)
+
+    return _mapped(batch, change)
+
+
+def _mapped(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    return map_tensors(change, dict(batch) if hasattr(batch, "keys") else batch)
+
+
+# ----------------------------------------------------------------------------------------------- the chart
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a batch lies: `size` is a measured or imagined size that takes at least as much memory. `exact`:
+    it is that size in every dimension, so that graphs fit, not only bytes."""
+
+    size: int
+    exact: bool
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Shapes that were measured, along one line: all dimensions that vary do so together, and `sizes` are the
+    values of the first of them. With one shape only, nothing is known to vary, and its size is called 1."""
+
+    shapes: tuple[Shapes, ...]  # by ascending size
+
+    @classmethod
+    def of(cls, shapes: Sequence[Shapes]) -> Chart | None:
+        """None if these shapes do not lie on one line."""
+        if len({_structure(each) for each in shapes}) != 1:
+            return None
+        columns = [column for column in zip(*map(_numbers, shapes), strict=True) if len(set(column)) > 1]
+        if not columns:
+            return cls((shapes[0],)) if len(set(shapes)) == 1 else None
+        order = sorted(range(len(shapes)), key=lambda i: columns[0][i])
+        for column in columns:
+            along = [column[i] for i in order]
+            if along != sorted(set(along)):
+                return None
+        return cls(tuple(shapes[i] for i in order))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        varying = self._varying()
+        return tuple(_numbers(each)[varying[0]] for each in self.shapes) if varying else (1,)
+
+    def _varying(self) -> list[int]:
+        columns = list(zip(*map(_numbers, self.shapes), strict=True))
+        return [i for i, column in enumerate(columns) if len(set(column)) > 1]
+
+    def place(self, shapes: Shapes) -> Place | None:
+        """None: other inputs than were measured, or larger in a dimension that none of them varied in."""
+        if _structure(shapes) != _structure(self.shapes[0]):
+            return None
+        numbers, measured = _numbers(shapes), [_numbers(each) for each in self.shapes]
+        varying, sizes = self._varying(), self.sizes
+        found = [_along([each[i] for each in measured], sizes, numbers[i]) for i in varying] or [sizes[-1]]
+        size, exact = max(found), len(set(found)) == 1
+        rows = 1.0
+        for i, (number, first) in enumerate(zip(numbers, _is_first(shapes), strict=True)):
+            if i in varying or number == measured[-1][i]:
+                continue
+            exact = False
+            if number > measured[-1][i]:
+                if not first:
+                    return None
+                # More rows of a shorter length: memory grows with rows as with length, or less.
+                rows = max(rows, number / measured[-1][i])
+        if rows > 1 and not varying:
+            return None
+        return Place(math.ceil(size * rows), exact and rows == 1)
+
+
+def _structure(shapes: Shapes) -> tuple[tuple[str, int], ...]:
+    return tuple((name, len(shape)) for name, shape in shapes)
+
+
+def _numbers(shapes: Shapes) -> list[int]:
+    return [number for _, shape in shapes for number in shape]
+
+
+def _is_first(shapes: Shapes) -> list[bool]:
+    return [dim == 0 for _, shape in shapes for dim in range(len(shape))]
+
+
+def _along(measured: Sequence[int], sizes: Sequence[int], number: int) -> int:
+    """The size at which a dimension that varies reaches this number, rounded up."""
+    if number <= measured[0]:
+        return math.ceil(sizes[0] * number / measured[0])
+    for k in range(len(sizes) - 1):
+        if number <= measured[k + 1]:
+            share = (number - measured[k]) / (measured[k + 1] - measured[k])
+            return math.ceil(sizes[k] + share * (sizes[k + 1] - sizes[k]) - 1e-9)
+    return math.ceil(sizes[-1] * number / measured[-1] - 1e-9)

@@ -440,7 +440,7 @@ class AdaptiveHandle(Handle):
         self._notch, self._limit = notch, limit
         self._ready.clear()
         self._plans.clear()
-        text = f"to {format_bytes(self._limit_bytes())} {why}"
+        text = f"to {format_bytes(self._limit_bytes())}"
         if self._now is not None:
             shapes = self._now[0]
             ready = self._ready[shapes, notch] = self._prepare(shapes)
@@ -451,7 +451,7 @@ class AdaptiveHandle(Handle):
                 return None
             self._go_over((shapes, notch), ready)
             text += "" if ready.plan is None else f", {_describe(ready.plan)}"
-        self._journal.note(kind, text)
+        self._journal.note(kind, f"{text} {why}")
         release_cached(self._device)
         return text
 

@@ -165,8 +165,8 @@ class LiveBytes(TorchDispatchMode):
         return entry
 
     def _add(self, storage: torch.UntypedStorage) -> None:
+        self._raise_level(storage.nbytes())  # first: what is refused must not be taken off when it is freed
         entry = self._entry(storage, self._free)
-        self._raise_level(entry.nbytes)
         self._entries[entry.key] = entry
 
     def _resize(self, entry: _Entry, nbytes: int) -> None:

@@ -88,7 +88,7 @@ def recovering(
             ranks.refuse_alone(failure)
             if len(tried) + 1 >= tries:
                 raise _gave_up(tried, failure, before.gradients)
-            tried.append(f"{tighten(failure) or 'freed memory, no tighter plan'}, after: {failure.text}")
+            tried.append(f"{failure.text}; then {tighten(failure) or 'freed memory, no tighter plan'}")
     finally:
         before.gradients.finish()
 

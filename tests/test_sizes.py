@@ -142,6 +142,18 @@ def test_a_family_tells_the_profile_of_any_size():
     assert made.profile_at(680) == profile_of(680)
 
 
+def test_recipes_at_sizes_that_were_not_measured_run_unfused():
+    def fused(profile):
+        menu = profile.kinds[0].menu
+        menu = tuple(replace(e, recipe=e.recipe and replace(e.recipe, fused=True)) for e in menu)
+        return replace(profile, kinds=(replace(profile.kinds[0], menu=menu),))
+
+    made = family([(n, fused(profile_of(n))) for n in SIZES])
+    for size, expected in ((680, True), (681, False)):
+        kind = made.kind_at(0, made.profile_at(size).kinds[0], size)
+        assert {e.recipe.fused for e in kind.menu if e.recipe} == {expected}
+
+
 def test_menus_are_what_all_sizes_have_in_common():
     made = family([(168, profile_of(168, recipes=(2,))), (680, profile_of(680)), (2048, profile_of(2048))])
     assert all(len(p.kinds[0].menu) == 3 for p in made.profiles)

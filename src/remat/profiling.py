@@ -7,8 +7,11 @@ with every region checkpointed.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,6 +71,7 @@ _LOG = logging.getLogger(__name__)
 # What the host does for a recipe, in operations of an untouched step (measured where the host sets the pace):
 _OPS_PER_SLOT = 1.5  # dropping and unpacking one tensor
 _OPS_PER_REGION = 20.0  # looking through the graph of a region that drops anything
+_COMPILING_THREADS = 8
 _LEAST_SHARE = 0.8  # of the priced replay seconds that a measured entry is believed to cost at the least
 
 
@@ -98,6 +102,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 def build_profile(request: Request, progress: Progress) -> Profile:
     model, device = request.model, device_of(request.model)
+    threading.Thread(target=can_fuse, args=(device,), daemon=True).start()  # its first call takes a second
     blocks = find_blocks(model)
     step = _step_bytes(request, device)
     with untouched(model, request.optimizer), quiet(model), decompiled(block.module for block in blocks):
@@ -374,6 +379,17 @@ def _recipe_extra(
     if not per_op:
         return _extra(measured, keep, recipe.replay_seconds, device)
     return per_op * (_OPS_PER_REGION + _OPS_PER_SLOT * len(recipe.dropped)) + recipe.replay_seconds
+
+
+def _compile_side_by_side(graph: RegionGraph, menu: tuple[Recipe, ...], device: torch.device) -> None:
+    """Have a menu's kernels compiled before they are measured: most of a compiler's time is not Python's."""
+
+    def compile_one(recipe: Recipe) -> None:
+        with suppress(CaptureError):  # said where it is measured
+            compile_recipe(graph, replace(recipe, fused=True), device)
+
+    with ThreadPoolExecutor(_COMPILING_THREADS) as pool:
+        list(pool.map(compile_one, menu))
 
 
 def _bench_fused(

@@ -12,8 +12,8 @@ from __future__ import annotations
 import linecache
 import logging
 import math
-import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -267,23 +267,25 @@ class Kernel:
         """Compile now, for tensors that begin where torch's do: a grid of no programs launches nothing."""
         tensors = [torch.empty(1, dtype=getattr(torch, dtype), device=self._device) for dtype in dtypes]
         out = torch.empty(1, dtype=self._dtype, device=self._device)
-        self._ready = self._launch[(0, 1, 1)](out, *tensors, num_warps=_WARPS, enable_fp_fusion=False)
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            self._ready = self._launch[(0, 1, 1)](out, *tensors, num_warps=_WARPS, enable_fp_fusion=False)
 
 
-_lock = threading.Lock()
 _kernels: dict[Any, Kernel] = {}
 
 
 def kernel(tree: Node, made: Value, device: torch.device) -> Kernel:
-    """Compiled and ready. Kernels are shared: regions of a kind, and recipes of a menu, ask for the same."""
+    """Compiled and ready. Kernels are shared: regions of a kind, and recipes of a menu, ask for the same.
+
+    May be called from several threads, which then compile side by side.
+    """
     text = source_text(tree, made)
     key = (text, made.shape, made.stride, device)  # the same text may serve several layouts
-    with _lock:
-        found = _kernels.get(key)
-        if found is None:
-            found = Kernel(text, made, device)
-            found.prepare([leaf.dtype for leaf in leaves(tree)])
-            _kernels[key] = found
+    found = _kernels.get(key)
+    if found is None:
+        found = Kernel(text, made, device)
+        found.prepare([leaf.dtype for leaf in leaves(tree)])
+        found = _kernels.setdefault(key, found)
     return found
 
 

@@ -85,11 +85,11 @@ class _Launcher:
         self.launches = 0
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Any:
-        def launch(*tensors: Tensor, num_warps: int = 4, enable_fp_fusion: bool = False) -> _Launcher:
+        def launch(*tensors: Any, num_warps: int = 4, enable_fp_fusion: bool = False) -> _Launcher:
             assert not enable_fp_fusion, "a contraction would change bits"
             for program in range(grid[0]):
                 self.tl.program = program
-                self.space["fused"](*map(_Pointer, tensors))
+                self.space["fused"](*(t if isinstance(t, int) else _Pointer(t) for t in tensors))
                 self.launches += 1
             return self
 
@@ -103,6 +103,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> dict[str, _Launcher]:
     monkeypatch.setattr(fused, "_compiled", lambda text: made.setdefault(text, _Launcher(text)))
     monkeypatch.setattr(fused, "can_fuse", lambda device: True)
     monkeypatch.setattr(fused, "_kernels", {})
+    monkeypatch.setattr(fused, "_seen", set())
     exact = ("aten._to_copy.default", "aten.neg.default")
     monkeypatch.setattr(fused, "_UNARY", {name: fused._UNARY[name] for name in exact})
     monkeypatch.setattr(fused, "_GELU", {})
@@ -239,6 +240,36 @@ def test_a_formula_that_rounds_otherwise_is_not_used(
     monkeypatch.setattr(fused, "_UNARY", {silu.name: "tl.div_rn({0}, 1.0 + libdevice.exp(-{0})) + 0 * {0}"})
     assert fused.is_exact(silu, "bfloat16", CPU), "the CPU computes it just so"
     fused._tried.cache_clear()
+
+
+def test_another_batch_size_needs_no_other_kernel(stand_in: dict[str, _Launcher]) -> None:
+    """A norm's kernel knows the width and is told the count; a transposed layout knows more."""
+    trees, texts = [], []
+    for rows in (3, 5):
+        x, root = torch.randn(rows, 8), torch.randn(rows, 1)
+        trees.append(fused.Node("{0} * {1}", (leaf(0, x), leaf(1, root)), "float32", "float32"))
+        texts.append(fused.source_text(trees[-1], value((rows, 8))))
+    assert texts[0] == texts[1]
+    with pytest.raises(fused.NotCompiledError):
+        fused.kernel(trees[0], value((3, 8)), CPU, compile_new=False)
+    fused.kernel(trees[0], value((6, 8)), CPU)
+    x, root = torch.randn(2, 8), torch.randn(2, 1)
+    tree = fused.Node("{0} * {1}", (leaf(0, x), leaf(1, root)), "float32", "float32")
+    assert torch.equal(fused.kernel(tree, value((2, 8)), CPU, compile_new=False)(x, root), x * root)
+
+
+def test_where_there_is_no_time_recipes_run_with_the_kernels_that_there_are(
+    stand_in: dict[str, _Launcher],
+) -> None:
+    case = ZOO["llama"]()
+    graph = survey_of(case.model, case.run).species[0].graph
+    assert graph is not None
+    recipe = replace(recipe_at(graph, LEAST), fused=True)
+    without = compile_recipe(graph, recipe, CPU, compile_kernels=False)
+    assert without.text == compile_recipe(graph, replace(recipe, fused=False), CPU).text
+    compiled = compile_recipe(graph, recipe, CPU)
+    assert compiled.text != without.text
+    assert compile_recipe(graph, recipe, CPU, compile_kernels=False).text == compiled.text
 
 
 def test_nothing_is_fused_without_triton() -> None:

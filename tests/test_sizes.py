@@ -142,16 +142,21 @@ def test_a_family_tells_the_profile_of_any_size():
     assert made.profile_at(680) == profile_of(680)
 
 
-def test_recipes_at_sizes_that_were_not_measured_run_unfused():
+def test_entries_at_sizes_that_were_not_measured_say_so():
+    """No kernel is compiled for them while a step waits."""
+
     def fused(profile):
         menu = profile.kinds[0].menu
-        menu = tuple(replace(e, recipe=e.recipe and replace(e.recipe, fused=True)) for e in menu)
+        menu = tuple(
+            replace(e, recipe=e.recipe and replace(e.recipe, fused=True), measured=True) for e in menu
+        )
         return replace(profile, kinds=(replace(profile.kinds[0], menu=menu),))
 
     made = family([(n, fused(profile_of(n))) for n in SIZES])
     for size, expected in ((680, True), (681, False)):
         kind = made.kind_at(0, made.profile_at(size).kinds[0], size)
-        assert {e.recipe.fused for e in kind.menu if e.recipe} == {expected}
+        assert {e.measured for e in kind.menu if e.recipe} == {expected}
+        assert all(e.recipe.fused for e in kind.menu if e.recipe)
 
 
 def test_menus_are_what_all_sizes_have_in_common():

@@ -261,5 +261,6 @@ def _variant(plan: Plan, call: RegionCall, choice: int, device: torch.device) ->
         if entry.mode is Mode.COMPILED:
             compiled = block_for(kind.signature, kind.graph, entry.recipe, kind.compiler)
         else:
-            program = compile_recipe(kind.graph, entry.recipe, device)
+            # A kernel takes longer to compile than a step: at sizes between the measured ones it is not done.
+            program = compile_recipe(kind.graph, entry.recipe, device, compile_kernels=entry.measured)
     return Variant(entry.mode, program, kind.saved_bytes, entry.resident_bytes, compiled, entry.gradient_gap)

@@ -193,7 +193,7 @@ class Family:
             measured = self.profiles[self.sizes.index(size)].kinds[number]
             return replace(kind, signature=measured.signature, graph=measured.graph)
         signature, graph = self._templates[number]
-        menu = tuple(_unfused(entry) for entry in kind.menu)
+        menu = tuple(replace(entry, measured=False) for entry in kind.menu)
         exact = None if graph is None else graph(size)
         return replace(kind, signature=signature(size), graph=exact, menu=menu)
 
@@ -254,12 +254,6 @@ def _way(entry: Entry) -> tuple[Any, ...]:
     if recipe is None:
         return entry.mode, entry.host_bytes > 0
     return entry.mode, recipe.kept, recipe.dropped, recipe.replayed, recipe.offloaded, recipe.fused
-
-
-def _unfused(entry: Entry) -> Entry:
-    """Fused kernels are compiled for one size, and compiling takes longer than a step: the same bits without."""
-    recipe = entry.recipe
-    return replace(entry, recipe=replace(recipe, fused=False)) if recipe and recipe.fused else entry
 
 
 def _graph_template(sizes: Sequence[int], kinds: Sequence[Kind]) -> Callable[[int], RegionGraph] | None:

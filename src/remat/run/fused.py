@@ -26,14 +26,14 @@ from remat.run.replay import overload
 from remat.run.same import bits
 
 __all__ = [
-    "Kernel", "Leaf", "Node", "Tree", "can_fuse", "is_exact", "is_fusible", "kernel", "leaves", "node",
-    "operands", "size_of", "source_text",
+    "Kernel", "Leaf", "Node", "NotCompiledError", "Tree", "can_fuse", "is_exact", "is_fusible", "kernel",
+    "leaves", "node", "operands", "size_of", "source_text",
 ]  # fmt: skip
 
 _LOG = logging.getLogger(__name__)
 
 _BLOCK = 1024  # elements per program: 8 per thread
-_WARPS = 4
+_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 _ALIGNMENT = 16  # bytes; what Triton assumes of a pointer that it saw so aligned
 _NARROW_INDEX = 2**31 - 1
 
@@ -174,10 +174,10 @@ def source_text(tree: Node, made: Value) -> str:
     count = math.prod(made.shape)
     far = max([count, *(_reach(leaf) for leaf in found)]) > _NARROW_INDEX
     program = "tl.program_id(0).to(tl.int64)" if far else "tl.program_id(0)"
-    lines = [
-        f"def fused(out, {', '.join(f'p{i}' for i in range(len(found)))}):",
+    lines = [  # the count is an argument: one kernel then serves batches of all sizes, in most layouts
+        f"def fused(out, count, {', '.join(f'p{i}' for i in range(len(found)))}):",
         f"    i = {program} * {_BLOCK} + tl.arange(0, {_BLOCK})",
-        f"    inside = i < {count}",
+        "    inside = i < count",
     ]
     rest = "i"
     for dim in range(len(sizes) - 1, -1, -1):
@@ -241,16 +241,21 @@ def _reach(leaf: Leaf) -> int:
 # -------------------------------------------------------------------------------------------------- kernels
 
 
+class NotCompiledError(Exception):
+    """A kernel that would have to be compiled first, where there is no time for that."""
+
+
 class Kernel:
     """A compiled kernel; called with the tensors of its leaves it gives the value."""
 
-    __slots__ = ("_device", "_dtype", "_grid", "_launch", "_ready", "_shape", "_stride", "text")
+    __slots__ = ("_count", "_device", "_dtype", "_grid", "_launch", "_ready", "_shape", "_stride", "text")
 
     def __init__(self, text: str, made: Value, device: torch.device) -> None:
         self.text = text
         self._shape, self._stride, self._device = made.shape, made.stride, device
         self._dtype: torch.dtype = getattr(torch, made.dtype)
-        self._grid = (-(-math.prod(made.shape) // _BLOCK), 1, 1)
+        self._count = math.prod(made.shape)
+        self._grid = (-(-self._count // _BLOCK), 1, 1)
         self._launch = _compiled(text)
         self._ready: Any = None
 
@@ -258,9 +263,9 @@ class Kernel:
         out = torch.empty_strided(self._shape, self._stride, dtype=self._dtype, device=self._device)
         for tensor in tensors:
             if tensor.data_ptr() % _ALIGNMENT:  # Triton compiles once more for those
-                self._launch[self._grid](out, *tensors, num_warps=_WARPS, enable_fp_fusion=False)
+                self._launch[self._grid](out, self._count, *tensors, **_OPTIONS)
                 return out
-        self._ready[self._grid](out, *tensors)
+        self._ready[self._grid](out, self._count, *tensors)
         return out
 
     def prepare(self, dtypes: list[str]) -> None:
@@ -268,24 +273,31 @@ class Kernel:
         tensors = [torch.empty(1, dtype=getattr(torch, dtype), device=self._device) for dtype in dtypes]
         out = torch.empty(1, dtype=self._dtype, device=self._device)
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
-            self._ready = self._launch[(0, 1, 1)](out, *tensors, num_warps=_WARPS, enable_fp_fusion=False)
+            self._ready = self._launch[(0, 1, 1)](out, self._count, *tensors, **_OPTIONS)
 
 
 _kernels: dict[Any, Kernel] = {}
+_seen: set[Any] = set()  # what has been compiled: text, divisibility of the count, device
 
 
-def kernel(tree: Node, made: Value, device: torch.device) -> Kernel:
+def kernel(tree: Node, made: Value, device: torch.device, *, compile_new: bool = True) -> Kernel:
     """Compiled and ready. Kernels are shared: regions of a kind, and recipes of a menu, ask for the same.
 
-    May be called from several threads, which then compile side by side.
+    May be called from several threads, which then compile side by side. `compile_new=False`: NotCompiledError
+    unless its code is there already.
     """
     text = source_text(tree, made)
-    key = (text, made.shape, made.stride, device)  # the same text may serve several layouts
+    count = math.prod(made.shape)
+    code = (text, count % _ALIGNMENT == 0, count == 1, count > _NARROW_INDEX, device)
+    key = (code, made.shape, made.stride)  # the same code may serve several layouts
     found = _kernels.get(key)
     if found is None:
+        if not compile_new and code not in _seen:
+            raise NotCompiledError(text)
         found = Kernel(text, made, device)
         found.prepare([leaf.dtype for leaf in leaves(tree)])
         found = _kernels.setdefault(key, found)
+        _seen.add(code)
     return found
 
 

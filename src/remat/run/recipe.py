@@ -66,9 +66,12 @@ _FAST: dict[str, Callable[..., Any]] = {
 _SAME_NODE = {"ViewBackward0": "ReshapeAliasBackward0", "ReshapeAliasBackward0": "ViewBackward0"}
 
 
-def compile_recipe(graph: RegionGraph, recipe: Recipe, device: torch.device) -> Program:
-    """Raises CaptureError if the recipe cannot be carried out."""
-    return _Compiler(graph, recipe, device).compile()
+def compile_recipe(
+    graph: RegionGraph, recipe: Recipe, device: torch.device, *, compile_kernels: bool = True
+) -> Program:
+    """Raises CaptureError if the recipe cannot be carried out. `compile_kernels=False`: only kernels that are
+    compiled already are used; what others would fuse runs operation by operation."""
+    return _Compiler(graph, recipe, device, compile_kernels).compile()
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ class _Compiler:
     graph: RegionGraph
     recipe: Recipe
     device: torch.device
+    compile_kernels: bool
     taps: list[_Tap] = field(default_factory=list)
     tap_of: dict[int, int] = field(default_factory=dict)  # value -> its place among the taps
     parameters: list[str] = field(default_factory=list)
@@ -283,7 +287,11 @@ class _Compiler:
         if tree is None or not self._is_worth_it(tree, value):
             return
         try:
-            self.kernels[value] = (tree, fused.kernel(tree, self.graph.values[value], self.device))
+            made = self.graph.values[value]
+            kernel = fused.kernel(tree, made, self.device, compile_new=self.compile_kernels)
+            self.kernels[value] = (tree, kernel)
+        except fused.NotCompiledError:
+            pass
         except Exception as error:  # a compiler's errors are its own; operation by operation always works
             _LOG.warning("a chain of operations runs unfused, its kernel does not compile: %s", error)
 

@@ -130,8 +130,9 @@ def test_offloaded_tensors_and_the_link_show_when_a_plan_has_them():
     kept = tensor_rows(kinds[plan.profile.calls[index].kind], other)
     assert [row.nbytes for row in kept if row.action == Action.OFFLOAD.value] == [moved]
     data = Report(plan).as_dict()
-    assert sum(point["to_host_bytes"] for point in data["link"]) > 0
-    assert sum(p["to_host_bytes"] for p in data["link"]) == sum(p["from_host_bytes"] for p in data["link"])
+    sent, back = (sum(p[k] for p in data["link"]) for k in ("to_host_bytes", "from_host_bytes"))
+    assert sent > 0
+    assert sent >= back  # what has not left the device yet is used where it is
     assert "on the host" in str(Report(plan))
     assert "on the host" not in str(planned(0.5).report())
 

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from remat.show.text import Report
 
 __all__ = [
-    "Action", "Arg", "Const", "Entry", "Environment", "HeadChunks", "Kind", "Mode", "Op", "Phase", "Plan",
-    "Profile", "Recipe", "Ref", "RegionCall", "RegionGraph", "Role", "Saved", "Segment", "Source",
-    "StepBytes", "Storage", "Value",
+    "Action", "Arg", "Const", "Entry", "Environment", "HeadChunks", "Kind", "LinkRates", "Mode", "Op",
+    "Phase", "Plan", "Profile", "Recipe", "Ref", "RegionCall", "RegionGraph", "Role", "Saved", "Segment",
+    "Source", "StepBytes", "Storage", "Value",
 ]  # fmt: skip
 
 SCHEMA_VERSION = 1
@@ -248,6 +248,7 @@ class Kind:
     graph: RegionGraph | None = None
     note: str = ""  # why there is no recipe, when there is none
     compiler: str = ""  # the backend of its compiled entries; `graph` is then the joint graph
+    backward_seconds: float = 0.0  # keeping everything; 0: not measured
 
     @property
     def reference(self) -> int:
@@ -324,6 +325,16 @@ class HeadChunks:
     step_seconds: float
 
 
+@dataclass(frozen=True)
+class LinkRates:
+    """What the link to the host moves: each direction alone, and each while the other one is busy too."""
+
+    d2h_bytes_per_second: float
+    h2d_bytes_per_second: float
+    d2h_both_bytes_per_second: float
+    h2d_both_bytes_per_second: float
+
+
 _Record = TypeVar("_Record", bound="Saveable")
 
 
@@ -362,6 +373,7 @@ class Profile(Saveable):
     notes: tuple[str, ...] = ()
     head: HeadChunks | None = None  # measured only if Action.CHUNK is allowed
     chunked: bool = False  # segments and seconds are those of `head`
+    link: LinkRates | None = None  # to the host, measured only if Action.OFFLOAD is allowed
     schema: int = SCHEMA_VERSION
 
 

@@ -82,10 +82,10 @@ def test_offload_is_used_only_when_allowed_and_offered_when_it_is_not() -> None:
         dataclasses.replace(entry(Mode.RECIPE, 0, 0.1), host_bytes=100),
         entry(Mode.FULL, 40, 1.0, backward=60),
     )
-    p = stack([block], [0, 0])
+    p = stack([block], [0] * 8)
     both = (*ALLOW, Action.OFFLOAD)
     assert least_budget(p, both) < least_budget(p)
-    assert schedule(p, least_budget(p, both), allow=both).choices == (1, 1)
+    assert 1 in schedule(p, least_budget(p, both), allow=both).choices
     with pytest.raises(BudgetError, match="or allow offload"):
         schedule(p, least_budget(p) - 1)
 

@@ -5,6 +5,7 @@ region graph -> recipes -> menus (measured elsewhere) -> profile -> schedule -> 
 
 from remat.planner.bounds import least_budget, time_lower_bound
 from remat.planner.frontier import FrontierPoint, frontier
+from remat.planner.link import LinkPoint, LinkUse, Transfer
 from remat.planner.menu import check_recipe, finish, least_resident_bytes, recipes, solve, working_set_bytes
 from remat.planner.schedule import keep_everything, make_plan, schedule
 from remat.planner.simulate import Point, Timeline, simulate
@@ -12,9 +13,12 @@ from remat.planner.strategies import Row, compare
 
 __all__ = [
     "FrontierPoint",
+    "LinkPoint",
+    "LinkUse",
     "Point",
     "Row",
     "Timeline",
+    "Transfer",
     "check_recipe",
     "compare",
     "finish",

@@ -7,7 +7,15 @@ from collections.abc import Sequence
 
 from remat.errors import RematError
 from remat.planner.chain import Chain, bound_seconds, chain, least_peak
-from remat.planner.program import Program, lagrangian_bound, memory_prices, program, solve_milp
+from remat.planner.program import (
+    Program,
+    Window,
+    lagrangian_bound,
+    memory_prices,
+    program,
+    solve_milp,
+    window_sizes,
+)
 from remat.planner.simulate import simulate
 from remat.records import Action, Profile
 
@@ -17,9 +25,14 @@ DEFAULT_ALLOW = (Action.KEEP, Action.RECOMPUTE)
 
 
 def least_budget(profile: Profile, allow: Sequence[Action] = DEFAULT_ALLOW) -> int:
-    """The least number of bytes that this step can run in."""
-    problem = program(profile, allow)
-    return simulate(profile, least_choices(problem, chain(problem))).peak_bytes
+    """The least number of bytes that this step can run in (with offload: that any proposal found)."""
+    ways: list[tuple[Sequence[Action], Window | None]] = [(allow, None)]
+    if Action.OFFLOAD in allow and (sizes := window_sizes(profile)):
+        without = [action for action in allow if action is not Action.OFFLOAD]
+        ways = [(without, None)] if Action.KEEP in allow or Action.RECOMPUTE in allow else []
+        ways += [(allow, Window(nbytes)) for nbytes in sizes]
+    problems = [program(profile, actions, window) for actions, window in ways]
+    return min(simulate(profile, least_choices(p, chain(p))).peak_bytes for p in problems)
 
 
 def time_lower_bound(profile: Profile, budget_bytes: int, allow: Sequence[Action] = DEFAULT_ALLOW) -> float:
@@ -30,8 +43,9 @@ def time_lower_bound(profile: Profile, budget_bytes: int, allow: Sequence[Action
     """
     problem = program(profile, allow)
     nested = chain(problem)
-    if simulate(profile, least_choices(problem, nested)).peak_bytes > budget_bytes:
-        return math.inf
+    least = simulate(profile, least_choices(problem, nested))
+    if max((point.peak_bytes - point.moving for point in least.points), default=0) > budget_bytes:
+        return math.inf  # even if copies took no memory
     prices = memory_prices(problem, budget_bytes)
     if nested is None:
         bound = lagrangian_bound(problem, budget_bytes, prices)

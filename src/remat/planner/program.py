@@ -37,16 +37,19 @@ __all__ = [
     "Call",
     "Option",
     "Program",
+    "Window",
     "actions",
     "lagrangian_bound",
     "memory_prices",
     "program",
     "solve_milp",
+    "window_sizes",
 ]
 
 Floats = npt.NDArray[np.float64]
 
 _TIME_LIMIT_S = 60.0
+_WINDOW_SHARES = (1.0, 0.5, 0.25)
 
 
 @dataclass(frozen=True)
@@ -59,15 +62,37 @@ class Option:
     above: tuple[int, ...]
     holds_inputs: frozenset[int]
     holds_outputs: frozenset[int]
+    host_bytes: int = 0
 
     def no_worse_than(self, other: Option) -> bool:
         return (
             self.seconds <= other.seconds
+            and self.host_bytes <= other.host_bytes
             and self.held_bytes <= other.held_bytes
             and all(a <= b for a, b in zip(self.above, other.above, strict=True))
             and self.holds_inputs <= other.holds_inputs
             and self.holds_outputs <= other.holds_outputs
         )
+
+
+@dataclass(frozen=True)
+class Window:
+    """Room on the device for what is on its way to the host or back, and what a byte over the link costs.
+
+    The simulator knows where that memory is taken and where compute waits; a program that is linear in the
+    choices does not. So it leaves this room wherever something may be under way, leaves out entries that
+    need more, and pays for every byte.
+    """
+
+    nbytes: int
+    seconds_per_byte: float = 0.0
+
+
+def window_sizes(profile: Profile) -> tuple[int, ...]:
+    """Windows worth trying: as much as the largest entry sends, and about a half and a quarter of that."""
+    sizes = [e.host_bytes for kind in profile.kinds for e in kind.menu if e.host_bytes]
+    shares = (max((s for s in sizes if s <= max(sizes) * share), default=0) for share in _WINDOW_SHARES)
+    return tuple(dict.fromkeys(size for size in shares if size))
 
 
 @dataclass(frozen=True)
@@ -108,8 +133,11 @@ def actions(entry: Entry) -> frozenset[Action]:
     return frozenset(needed)
 
 
-def program(profile: Profile, allow: Sequence[Action]) -> Program:
-    """Set the program up, without entries that are not allowed or that another one beats in all respects."""
+def program(profile: Profile, allow: Sequence[Action], window: Window | None = None) -> Program:
+    """Set the program up, without entries that are not allowed or that another one beats in all respects.
+
+    Without a window nothing is left for the link, and it is free: a bound on what any plan can do.
+    """
     reference = simulate(profile, [profile.kinds[call.kind].reference for call in profile.calls])
     own: dict[int, list[int]] = {}
     for index, segment in enumerate(profile.segments):
@@ -131,7 +159,7 @@ def program(profile: Profile, allow: Sequence[Action]) -> Program:
             tuple(unread[index].items()),
         )
         if key not in shared:
-            shared[key] = _options(profile, index, span, mine, unread[index], allow)
+            shared[key] = _options(profile, index, span, mine, unread[index], allow, window)
         if not shared[key]:
             allowed = ", ".join(action.name for action in allow) or "nothing"
             raise InputError(
@@ -140,8 +168,9 @@ def program(profile: Profile, allow: Sequence[Action]) -> Program:
             )
         calls.append(Call(span, mine, shared[key]))
     segments = range(len(profile.segments))
+    room = _room(calls, len(profile.segments), window)
     return Program(
-        base_bytes=tuple(reference.points[k].start_bytes for k in segments),
+        base_bytes=tuple(reference.points[k].start_bytes + room[k] for k in segments),
         glue_above=tuple(
             reference.points[k].working if profile.segments[k].call < 0 else 0 for k in segments
         ),
@@ -151,6 +180,15 @@ def program(profile: Profile, allow: Sequence[Action]) -> Program:
     )
 
 
+def _room(calls: Sequence[Call], segments: int, window: Window | None) -> list[int]:
+    """Bytes to leave for the link in each segment: from the first call that may send to its backward."""
+    spans = [call.span for call in calls if call.span and any(o.host_bytes for o in call.options)]
+    if window is None or not spans:
+        return [0] * segments
+    first, last = min(span.forward for span in spans) + 1, max(span.backward for span in spans)
+    return [window.nbytes if first <= k <= last else 0 for k in range(segments)]
+
+
 def _options(
     profile: Profile,
     index: int,
@@ -158,6 +196,7 @@ def _options(
     segments: Sequence[int],
     unread: dict[int, int],
     allow: Sequence[Action],
+    window: Window | None,
 ) -> tuple[Option, ...]:
     kind = profile.kinds[profile.calls[index].kind]
     reference = kind.menu[kind.reference]
@@ -165,6 +204,10 @@ def _options(
     found: list[Option] = []
     for number, entry in enumerate(kind.menu):
         if not actions(entry) <= set(allow):
+            continue
+        if entry.host_bytes and (span is None or not span.recorded):
+            continue  # it never comes back: nothing is gained
+        if window is not None and entry.host_bytes > window.nbytes:
             continue
         extra = held_bytes(entry, unread) - held_bytes(reference, unread)
         if span is None:
@@ -174,11 +217,12 @@ def _options(
         found.append(
             Option(
                 entry=number,
-                seconds=entry.extra_seconds,
+                seconds=entry.extra_seconds + (window.seconds_per_byte if window else 0) * entry.host_bytes,
                 held_bytes=extra,
                 above=tuple(segment_peak(profile.segments[k], entry, reference) for k in segments),
                 holds_inputs=frozenset(range(inputs) if entry.mode is Mode.FULL else entry.holds_inputs),
                 holds_outputs=frozenset(entry.holds_outputs),
+                host_bytes=entry.host_bytes,
             )
         )
     kept: list[Option] = []

@@ -9,14 +9,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from remat.errors import BudgetError, RematError
-from remat.planner.bounds import DEFAULT_ALLOW, entries, least_choices
+from remat.planner.bounds import DEFAULT_ALLOW, entries, least_choices, time_lower_bound
 from remat.planner.chain import Chain, chain, fastest
 from remat.planner.program import Program, memory_prices, program, solve_milp
+from remat.planner.proposals import polished, proposals, rank
 from remat.planner.simulate import Timeline, simulate
 from remat.records import Action, Mode, Phase, Plan, Profile
 from remat.units import format_bytes, format_seconds
 
 __all__ = ["keep_everything", "make_plan", "refusal", "schedule", "with_chunks"]
+
+_PROVEN_SHARE = 1e-3  # of a step: a plan this close to the bound needs no note
 
 
 def schedule(
@@ -108,6 +111,8 @@ def _fastest(profile: Profile, budget_bytes: int, allow: tuple[Action, ...]) -> 
     fastest_there_is = plain.seconds <= profile.step_seconds
     if Action.KEEP in allow and fastest_there_is and plain.peak_bytes <= budget_bytes:
         return make_plan(profile, untouched, budget_bytes, strategy="optimal", allow=allow)
+    if Action.OFFLOAD in allow and any(e.host_bytes for kind in profile.kinds for e in kind.menu):
+        return _fastest_with_link(profile, budget_bytes, allow)
     problem = program(profile, allow)
     nested = chain(problem)
     least = least_choices(problem, nested)
@@ -158,6 +163,20 @@ def _solve_general(
     return least
 
 
+def _fastest_with_link(profile: Profile, budget_bytes: int, allow: tuple[Action, ...]) -> Plan:
+    """The best of several proposals, and of the plan without offload, as the simulator judges them."""
+    found = proposals(profile, budget_bytes, allow)
+    best = min(found, key=lambda proposal: rank(proposal, budget_bytes))
+    best = polished(profile, budget_bytes, allow, best)
+    if best.timeline.peak_bytes > budget_bytes:
+        raise _out_of_reach(profile, budget_bytes, best.timeline, allow)
+    gap = best.timeline.seconds - time_lower_bound(profile, budget_bytes, allow)
+    notes: tuple[str, ...] = ()
+    if gap > _PROVEN_SHARE * best.timeline.seconds:
+        notes = (f"not proven: a plan faster by up to {format_seconds(gap)} may exist",)
+    return make_plan(profile, best.choices, budget_bytes, strategy="optimal", allow=allow, notes=notes)
+
+
 # ------------------------------------------------------------------------------------------------ refusals
 
 
@@ -172,6 +191,7 @@ def _out_of_reach(
         "optimizer state": point.optimizer,
         "kept for backward": point.kept,
         "working memory": point.working,
+        "on its way to the host and back": point.moving,
     }
     shares = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
     largest = max(parts, key=lambda name: parts[name])

@@ -7,7 +7,9 @@ whole region recomputed). Every other choice differs from it in ways that are kn
   holds beyond what the reference holds;
 - the reference holds every input of a region. A boundary tensor that one region makes and exactly one reads
   is let go between the reader's forward and its backward, if neither of the two entries holds it;
-- inside a region's own segments the peak is the entry's own.
+- inside a region's own segments the peak is the entry's own;
+- what is on its way to the host or back is held on the device meanwhile (`link.py`), and where compute has to
+  wait for it, the step takes longer.
 
 What else happened in the measured step (embedding, head, loss, gradients that appear) shifts with the level.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from remat.planner.link import LinkUse, link_use
 from remat.records import Entry, Mode, Phase, Profile, RegionCall, Segment
 
 __all__ = [
@@ -34,10 +37,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Point:
-    """One segment of the step. The last five fields add up to `peak_bytes`, absolute on the device.
+    """One segment of the step. The last six fields add up to `peak_bytes`, absolute on the device.
 
     `parameters` includes buffers and whatever else was resident before the step; `kept` is what regions and
-    the code between them hold for backward; `working` is what the segment needs above the level at its start.
+    the code between them hold for backward; `working` is what the segment needs above the level at its start;
+    `moving` is on its way to the host, or back from it for a region that comes later.
     """
 
     label: str
@@ -50,16 +54,22 @@ class Point:
     optimizer: int
     kept: int
     working: int
+    moving: int = 0
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A simulated step: its points in time order, its peak and where that is, and its seconds."""
+    """A simulated step: its points in time order, its peak and where that is, and its seconds.
+
+    `link` is None where nothing is offloaded; its points are those of the same place here, the optimizer's
+    own step aside.
+    """
 
     points: tuple[Point, ...]
     peak_bytes: int
     peak_at: str
     seconds: float
+    link: LinkUse | None = None
 
     @property
     def peak(self) -> Point:
@@ -162,9 +172,11 @@ def simulate(profile: Profile, choices: Sequence[int]) -> Timeline:
     references = [profile.kinds[call.kind].menu[profile.kinds[call.kind].reference] for call in profile.calls]
 
     shifts = _shifts(profile, chosen, references)
+    link = link_use(profile, choices)
+    moving = [0] * len(shifts) if link is None else link.level_bytes
     points = []
     gradients = 0  # that exist at the start of the segment, in the measured step
-    for segment, shift in zip(profile.segments, shifts, strict=True):
+    for segment, shift, held in zip(profile.segments, shifts, moving, strict=True):
         if segment.call < 0:
             above = max(segment.peak_bytes - segment.start_bytes, 0)
         else:
@@ -172,8 +184,8 @@ def simulate(profile: Profile, choices: Sequence[int]) -> Timeline:
         # Under accumulation all gradients are there from the start. New ones are made and added to them, so
         # their bytes are a part of the segment's own peak, but not of any later level.
         present = profile.step.gradients if profile.accumulate else gradients
-        start = profile.step.resident + segment.start_bytes + (present - gradients) + shift
-        points.append(_point(profile, _label(profile, segment), segment, start, above, present))
+        start = profile.step.resident + segment.start_bytes + (present - gradients) + shift + held
+        points.append(_point(profile, _label(profile, segment), segment, start, above, present, held))
         gradients = segment.gradient_bytes
     if profile.step.optimizer_state or profile.step.optimizer_temporary:
         points.append(_optimizer_point(profile))
@@ -183,7 +195,10 @@ def simulate(profile: Profile, choices: Sequence[int]) -> Timeline:
         points=tuple(points),
         peak_bytes=profile.step.resident if worst is None else worst.peak_bytes,
         peak_at="" if worst is None else worst.label,
-        seconds=profile.step_seconds + sum(entry.extra_seconds for entry in chosen),
+        seconds=profile.step_seconds
+        + sum(entry.extra_seconds for entry in chosen)
+        + (0.0 if link is None else link.waited_seconds),
+        link=link,
     )
 
 
@@ -239,7 +254,9 @@ def _peak_alone(segment: Segment, entry: Entry) -> int:
     return entry.forward_peak_bytes if segment.phase is Phase.FORWARD else entry.backward_peak_bytes
 
 
-def _point(profile: Profile, label: str, segment: Segment, start: int, above: int, gradients: int) -> Point:
+def _point(
+    profile: Profile, label: str, segment: Segment, start: int, above: int, gradients: int, moving: int
+) -> Point:
     step = profile.step
     return Point(
         label=label,
@@ -250,8 +267,9 @@ def _point(profile: Profile, label: str, segment: Segment, start: int, above: in
         parameters=step.parameters + step.buffers + step.other,
         gradients=gradients,
         optimizer=step.optimizer_state,
-        kept=start - step.resident - gradients,
+        kept=start - step.resident - gradients - moving,
         working=above,
+        moving=moving,
     )
 
 

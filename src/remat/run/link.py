@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from remat.records import LinkRates
 from remat.run.hostmem import anonymous_memory
 
 __all__ = ["CudaLink", "Direction", "Link", "LinkRates", "Mark", "Stream", "calibrate"]
@@ -43,16 +44,6 @@ class Mark:
 
     number: int
     event: Any
-
-
-@dataclass(frozen=True)
-class LinkRates:
-    """What the link moves: each direction alone, and each while the other one is busy too."""
-
-    d2h_bytes_per_second: float
-    h2d_bytes_per_second: float
-    d2h_both_bytes_per_second: float
-    h2d_both_bytes_per_second: float
 
 
 class Link(ABC):

@@ -13,7 +13,7 @@ from remat.planner.frontier import frontier
 from remat.planner.schedule import keep_everything
 from remat.planner.simulate import Timeline, simulate
 from remat.planner.strategies import compare
-from remat.records import Environment, Phase, Plan, Profile
+from remat.records import Environment, Plan, Profile
 from remat.show.decisions import RegionRow, region_rows
 from remat.units import format_bytes
 
@@ -49,7 +49,7 @@ def facts(report: Report) -> dict[str, Any]:
         "environment": environment_rows(plan.profile.environment),
         "step_bytes": asdict(plan.profile.step),
         "timeline": _timeline(plan, timeline),
-        "link": _link(plan, timeline),
+        "link": _link(timeline),
         "regions": [_region(row, plan, report) for row in regions],
         "compared": _predicted_and_measured(report),
         "status": [row.as_dict() for row in report.rows],
@@ -105,6 +105,7 @@ def _timeline(plan: Plan, timeline: Timeline) -> dict[str, Any]:
                 "optimizer": point.optimizer,
                 "kept": point.kept,
                 "working": point.working,
+                "moving": point.moving,
             }
             for point in timeline.points
         ],
@@ -113,21 +114,22 @@ def _timeline(plan: Plan, timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def _link(plan: Plan, timeline: Timeline) -> list[dict[str, Any]]:
-    """Bytes that cross the link to the host in each segment; empty where no entry of the plan moves any."""
-    if not any(plan.entry(call).host_bytes for call in range(len(plan.choices))):
-        return []
-    rows = []
-    for index, point in enumerate(timeline.points):
-        moved = plan.entry(point.call).host_bytes if point.call >= 0 else 0
-        rows.append(
-            {
-                "point": index,
-                "to_host_bytes": moved if point.phase is Phase.FORWARD else 0,
-                "from_host_bytes": moved if point.phase is Phase.BACKWARD else 0,
-            }
-        )
-    return rows
+def _link(timeline: Timeline) -> list[dict[str, Any]]:
+    """The link to the host in each segment; empty where no entry of the plan moves anything."""
+    return [
+        {
+            "point": index,
+            "start_seconds": point.start_seconds,
+            "end_seconds": point.end_seconds,
+            "to_host_bytes": point.out_bytes,
+            "from_host_bytes": point.back_bytes,
+            "in_flight_bytes": point.in_flight_bytes,
+            "ahead_bytes": point.ahead_bytes,
+            "host_bytes": point.host_bytes,
+            "waited_seconds": point.waited_seconds,
+        }
+        for index, point in enumerate(timeline.link.points if timeline.link is not None else ())
+    ]
 
 
 def _region(row: RegionRow, plan: Plan, report: Report) -> dict[str, Any]:

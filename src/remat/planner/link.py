@@ -1,0 +1,282 @@
+"""The link to the host over one step: what is sent, what is held meanwhile, what comes back, who waits.
+
+This follows the engine's own rules (run/offload.py), which make device memory independent of timing:
+
+- when a region's forward has returned, its offloaded storages are sent, in their order. At most
+  `window_bytes` of what was sent is held on the device; beyond that the oldest is waited for and let go;
+- when backward reaches a region, what it sent comes back (what has not left yet is simply used), and copies
+  for the region that sent just before it are started ahead.
+
+Bytes are exact, but for what is fetched ahead, which is counted in full from its start. Seconds are those of
+regions in a row: each direction carries one copy at a time, and time outside of regions is not counted, so
+that a wait is rather over- than underestimated.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from remat.records import Entry, LinkRates, Phase, Profile
+
+__all__ = ["LinkPoint", "LinkUse", "Transfer", "host_bytes", "link_use", "pieces", "window_bytes"]
+
+
+@dataclass(frozen=True)
+class LinkPoint:
+    """The link during one segment of the step; seconds from the step's start, as regions take them.
+
+    `in_flight_bytes`: device memory held at its start for copies to the host. `ahead_bytes`: device memory
+    that holds what was fetched for regions whose backward is still to come. `waited_seconds`: how long
+    compute stands still for copies.
+    """
+
+    start_seconds: float
+    end_seconds: float
+    out_bytes: int
+    back_bytes: int
+    in_flight_bytes: int
+    ahead_bytes: int
+    host_bytes: int
+    waited_seconds: float
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What one region call moves, and when. `reused_bytes` had not left the device when backward asked.
+
+    It left the device from `out_seconds` on, was on the host at `host_seconds`, came back from `back_seconds`
+    on, and was needed (and there) at `needed_seconds`.
+    """
+
+    call: int
+    nbytes: int
+    reused_bytes: int
+    out_seconds: float
+    host_seconds: float
+    back_seconds: float
+    needed_seconds: float
+
+
+@dataclass(frozen=True)
+class LinkUse:
+    """One step of the link. `points` and `level_bytes` follow the profile's segments.
+
+    `level_bytes`: device memory held for copies during the segment, but for the segment's own region, whose
+    entry counts what it fetched itself.
+    """
+
+    window_bytes: int
+    host_bytes: int
+    waited_seconds: float
+    points: tuple[LinkPoint, ...]
+    transfers: tuple[Transfer, ...]
+    level_bytes: tuple[int, ...]
+
+
+def pieces(profile: Profile, call: int, entry: Entry) -> tuple[int, ...]:
+    """Bytes of the storages that a call sends in this entry, in the order of sending."""
+    graph = profile.kinds[profile.calls[call].kind].graph
+    if entry.recipe is None or graph is None or not entry.recipe.offloaded:
+        return (entry.host_bytes,) if entry.host_bytes else ()
+    return tuple(graph.storages[s].nbytes for s in entry.recipe.offloaded)
+
+
+def window_bytes(profile: Profile, choices: Sequence[int]) -> int:
+    """What the engine may hold on the device for copies, each way: as much as the largest region sends, so
+    that a region's copies have the time of the next region."""
+    return max((entry.host_bytes for entry in _chosen(profile, choices)), default=0)
+
+
+def host_bytes(profile: Profile, choices: Sequence[int]) -> int:
+    """Host memory that a step takes: all that is sent is there when backward starts."""
+    return sum(entry.host_bytes for entry in _chosen(profile, choices))
+
+
+def _chosen(profile: Profile, choices: Sequence[int]) -> list[Entry]:
+    return [profile.kinds[c.kind].menu[i] for c, i in zip(profile.calls, choices, strict=True)]
+
+
+def link_use(profile: Profile, choices: Sequence[int]) -> LinkUse | None:
+    """What the link does if call i runs in entry `choices[i]` of its menu; None if nothing is offloaded."""
+    chosen = _chosen(profile, choices)
+    if not any(entry.host_bytes for entry in chosen):
+        return None
+    return _Run(profile, chosen, max(entry.host_bytes for entry in chosen)).whole_step()
+
+
+@dataclass
+class _Direction:
+    """One direction of the link: a queue that carries one copy at a time."""
+
+    alone_bytes_per_second: float
+    both_bytes_per_second: float
+    free_at: float = 0.0
+
+    def carry(self, nbytes: int, asked_at: float, other: _Direction) -> tuple[float, float]:
+        start = max(asked_at, self.free_at)
+        rate = self.both_bytes_per_second if other.free_at > start else self.alone_bytes_per_second
+        self.free_at = start + nbytes / rate
+        return start, self.free_at
+
+
+@dataclass
+class _Sender:
+    """A region call that has sent something: how many of its bytes are where."""
+
+    nbytes: int
+    out_seconds: float
+    host_seconds: float = 0.0
+    back_seconds: float = 0.0
+    arrival: float = 0.0
+    claimed: int = 0  # had not left the device when backward came near: stays
+    fetched: int = 0
+    needed_seconds: float | None = None
+
+    @property
+    def ahead(self) -> int:
+        return self.claimed + self.fetched
+
+
+@dataclass
+class _Run:
+    profile: Profile
+    chosen: list[Entry]
+    window: int
+    now: float = 0.0
+    waited: float = 0.0
+    in_flight: int = 0
+    flights: deque[tuple[int, int, float]] = field(default_factory=deque)  # (call, bytes, end of its copy)
+    senders: dict[int, _Sender] = field(default_factory=dict)  # in the order of forward
+    near: dict[int, _Sender] = field(default_factory=dict)  # those that hold device memory for backward
+    host_bytes: int = 0
+    reached: bool = False
+
+    def __post_init__(self) -> None:
+        infinite = float("inf")
+        rates = self.profile.link or LinkRates(infinite, infinite, infinite, infinite)
+        self.out = _Direction(rates.d2h_bytes_per_second, rates.d2h_both_bytes_per_second)
+        self.back = _Direction(rates.h2d_bytes_per_second, rates.h2d_both_bytes_per_second)
+
+    def whole_step(self) -> LinkUse:
+        segments = self.profile.segments
+        last_forward = {s.call: k for k, s in enumerate(segments) if s.phase is Phase.FORWARD}
+        first_backward: dict[int, int] = {}
+        for k, segment in enumerate(segments):
+            if segment.phase is Phase.BACKWARD:
+                first_backward.setdefault(segment.call, k)
+        points, levels = [], []
+        for k, segment in enumerate(segments):
+            call, start, waited, back = segment.call, self.now, self.waited, 0
+            if call >= 0 and first_backward.get(call) == k:
+                back = self._reach(call)
+            backward = segment.phase is Phase.BACKWARD
+            ahead = sum(sender.ahead for c, sender in self.near.items() if not (backward and c == call))
+            levels.append(self._in_flight_besides(call if backward else -1) + ahead)
+            in_flight, out = self.in_flight, 0
+            if call >= 0:
+                kind = self.profile.kinds[self.profile.calls[call].kind]
+                if last_forward.get(call) == k:
+                    self.now += kind.forward_seconds
+                    out = self._send(call)
+                elif first_backward.get(call) == k:
+                    self.now += kind.backward_seconds or 2 * kind.forward_seconds
+                    self.now += self.chosen[call].extra_seconds
+                    self.near.pop(call, None)
+            points.append(
+                LinkPoint(
+                    start_seconds=start,
+                    end_seconds=self.now,
+                    out_bytes=out,
+                    back_bytes=back,
+                    in_flight_bytes=in_flight,
+                    ahead_bytes=ahead,
+                    host_bytes=self.host_bytes,
+                    waited_seconds=self.waited - waited,
+                )
+            )
+        return LinkUse(
+            window_bytes=self.window,
+            host_bytes=sum(sender.nbytes for sender in self.senders.values()),
+            waited_seconds=self.waited,
+            points=tuple(points),
+            transfers=tuple(self._transfer(call, sender) for call, sender in self.senders.items()),
+            level_bytes=tuple(levels),
+        )
+
+    def _transfer(self, call: int, sender: _Sender) -> Transfer:
+        needed = self.now if sender.needed_seconds is None else sender.needed_seconds
+        return Transfer(
+            call=call,
+            nbytes=sender.nbytes,
+            reused_bytes=sender.claimed,
+            out_seconds=sender.out_seconds,
+            host_seconds=sender.host_seconds,
+            back_seconds=sender.back_seconds or needed,
+            needed_seconds=needed,
+        )
+
+    def _in_flight_besides(self, call: int) -> int:
+        return sum(nbytes for sender, nbytes, _ in self.flights if sender != call)
+
+    def _wait_until(self, seconds: float) -> None:
+        if seconds > self.now:
+            self.waited += seconds - self.now
+            self.now = seconds
+
+    def _send(self, call: int) -> int:
+        sizes = pieces(self.profile, call, self.chosen[call])
+        if not sizes:
+            return 0
+        self.senders[call] = sender = _Sender(sum(sizes), self.now)
+        self.host_bytes += sender.nbytes
+        for nbytes in sizes:
+            _, end = self.out.carry(nbytes, self.now, self.back)
+            sender.host_seconds = end
+            self.flights.append((call, nbytes, end))
+            self.in_flight += nbytes
+            while self.in_flight > self.window:
+                self._land()
+        return sender.nbytes
+
+    def _land(self) -> None:
+        _, nbytes, end = self.flights.popleft()
+        self._wait_until(end)
+        self.in_flight -= nbytes
+
+    def _reach(self, call: int) -> int:
+        """Backward comes to this call; returns the bytes that start to come back now."""
+        sender = self.senders.get(call)
+        if sender is None:
+            return 0
+        before = max((c for c in self.senders if c < call), default=-1)
+        for each in (call, before):
+            if each >= 0:
+                self.near[each] = self.senders[each]
+                self._claim(each)
+        if self.reached:  # a whole region's backward lies behind everything that was in flight
+            while self.flights:
+                self._land()
+        self.reached = True
+        started = self._fetch(sender)
+        self._wait_until(sender.arrival)
+        sender.needed_seconds = self.now
+        self.host_bytes -= sender.nbytes
+        return started + (self._fetch(self.senders[before]) if before >= 0 else 0)
+
+    def _claim(self, call: int) -> None:
+        """What has not left the device stays."""
+        stays = [flight for flight in self.flights if flight[0] == call]
+        for flight in stays:
+            self.senders[call].claimed += flight[1]
+            self.in_flight -= flight[1]
+            self.flights.remove(flight)
+
+    def _fetch(self, sender: _Sender) -> int:
+        missing = sender.nbytes - sender.ahead
+        if missing > 0:
+            begin, sender.arrival = self.back.carry(missing, max(self.now, sender.host_seconds), self.out)
+            sender.back_seconds = sender.back_seconds or begin
+            sender.fetched += missing
+        return missing

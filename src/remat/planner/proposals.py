@@ -1,0 +1,120 @@
+"""Plans that use the link to the host: proposed by the solvers, judged by the simulator.
+
+The solvers know a plan's memory as a sum over calls. What is under way over the link is none: it depends on
+which regions send one after the other. So a proposal is made for a fixed window (room for what is under way)
+and a price per byte; the simulator then says what the plan really takes, and where it leaves room, or takes
+too much, the solver is asked again with that much more or less.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from remat.errors import InputError
+from remat.planner.bounds import entries, least_choices
+from remat.planner.chain import Chain, chain, fastest
+from remat.planner.link import host_bytes
+from remat.planner.program import Program, Window, memory_prices, program, solve_milp, window_sizes
+from remat.planner.simulate import Timeline, simulate
+from remat.records import Action, Profile
+
+__all__ = ["Proposal", "polished", "proposals", "rank"]
+
+# Seconds that a byte costs, in units of the time that the link takes for it. Copies that are hidden slow
+# compute down a little; where the simulator sees waits, plans that send less are tried, too.
+_HIDDEN_PRICE = 0.02
+_WAITING_PRICES = (0.3, 1.0)
+_ROUNDS = 4  # how often the solver is asked again with the room that the simulator saw
+_WORTHWHILE = 1e-3  # of the budget: less room than this is not asked for
+_MOST_TRIALS = 800  # simulations that polishing may take
+
+
+@dataclass(frozen=True)
+class Proposal:
+    choices: tuple[int, ...]
+    timeline: Timeline
+    host_bytes: int
+
+
+def proposals(profile: Profile, budget_bytes: int, allow: Sequence[Action]) -> Iterator[Proposal]:
+    """Plans within the budget, and for each window the least one, which may be over it."""
+    without = tuple(action for action in allow if action is not Action.OFFLOAD)
+    with suppress(InputError):  # nothing but offload is allowed
+        yield from _of_window(profile, budget_bytes, without, None)
+    seconds = 0.0 if profile.link is None else 1 / profile.link.d2h_bytes_per_second
+    for nbytes in window_sizes(profile):
+        waits = False
+        for proposal in _of_window(profile, budget_bytes, allow, Window(nbytes, _HIDDEN_PRICE * seconds)):
+            use = proposal.timeline.link
+            waits |= use is not None and use.waited_seconds > 0
+            yield proposal
+        for price in _WAITING_PRICES if waits else ():
+            yield from _of_window(profile, budget_bytes, allow, Window(nbytes, price * seconds))
+
+
+def polished(profile: Profile, budget_bytes: int, allow: Sequence[Action], start: Proposal) -> Proposal:
+    """What the simulator prefers among the neighbours of a plan, or among all plans where those are few."""
+    problem = program(profile, allow)
+    menus = [[option.entry for option in call.options] for call in problem.calls]
+    if math.prod(map(len, menus)) <= _MOST_TRIALS:
+        everything = (_proposal(profile, choices) for choices in itertools.product(*menus))
+        return min((start, *everything), key=lambda p: rank(p, budget_bytes))
+    best, trials, improved = start, 0, True
+    while improved and trials < _MOST_TRIALS:
+        improved = False
+        waits = best.timeline.link is not None and best.timeline.link.waited_seconds > 0
+        for call, menu in enumerate(menus):
+            entries_of = profile.kinds[profile.calls[call].kind].menu
+            for entry in menu:
+                faster = entries_of[entry].extra_seconds < entries_of[best.choices[call]].extra_seconds
+                if entry == best.choices[call] or not (faster or waits):
+                    continue
+                other = _proposal(profile, (*best.choices[:call], entry, *best.choices[call + 1 :]))
+                trials += 1
+                if rank(other, budget_bytes) < rank(best, budget_bytes):
+                    best, improved = other, True
+    return best
+
+
+def rank(proposal: Proposal, budget_bytes: int) -> tuple[float, ...]:
+    """Smaller is better: within the budget, then faster, then less over the link and on the device."""
+    timeline = proposal.timeline
+    over = max(timeline.peak_bytes - budget_bytes, 0)
+    return over, timeline.seconds, proposal.host_bytes, timeline.peak_bytes
+
+
+def _of_window(
+    profile: Profile, budget_bytes: int, allow: Sequence[Action], window: Window | None
+) -> Iterator[Proposal]:
+    problem = program(profile, allow, window)
+    nested = chain(problem)
+    least = _proposal(profile, least_choices(problem, nested))
+    yield least
+    limit = budget_bytes
+    seen = {least.choices}
+    for _ in range(_ROUNDS if window is not None else 1):
+        options = _options(problem, nested, limit)
+        if options is None:
+            return
+        proposal = _proposal(profile, entries(problem, options))
+        yield proposal
+        room = budget_bytes - proposal.timeline.peak_bytes
+        if proposal.choices in seen or 0 <= room < _WORTHWHILE * budget_bytes:
+            return
+        seen.add(proposal.choices)
+        limit += room
+
+
+def _options(problem: Program, nested: Chain | None, limit_bytes: int) -> Sequence[int] | None:
+    if nested is None:
+        return solve_milp(problem, limit_bytes)
+    found = fastest(nested, limit_bytes, memory_prices(problem, limit_bytes))
+    return None if found is None else [found.options.get(i, 0) for i in range(len(problem.calls))]
+
+
+def _proposal(profile: Profile, choices: tuple[int, ...]) -> Proposal:
+    return Proposal(choices, simulate(profile, choices), host_bytes(profile, choices))

@@ -1,0 +1,144 @@
+"""Offload in plans: the link's timeline against cases worked out by hand, the planner against brute force."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from remat.codec import from_json, to_json
+from remat.errors import BudgetError
+from remat.planner.bounds import least_budget, time_lower_bound
+from remat.planner.link import link_use
+from remat.planner.schedule import keep_everything, schedule
+from remat.planner.simulate import simulate
+from remat.records import Action, Entry, LinkRates, Mode, Plan, Profile
+
+from .build import entry, kind, stack
+
+ALL = (Action.KEEP, Action.RECOMPUTE, Action.OFFLOAD)
+FAST = LinkRates(1000.0, 1000.0, 1000.0, 1000.0)
+
+
+def hosted(resident: int, host: int, seconds: float = 0.0, **options: int) -> Entry:
+    return entry(Mode.RECIPE, resident, seconds, host=host, **options)
+
+
+def blocks(count: int, host: int = 40, link: LinkRates = FAST, forward_seconds: float = 1.0) -> Profile:
+    block = kind(
+        entry(Mode.KEEP, 100, 0.0, forward=100, backward=20),
+        hosted(60, host, forward=100, backward=60),
+        entry(Mode.FULL, 0, 1.0, forward=20, backward=120, inputs=(0,)),
+    )
+    block = dataclasses.replace(block, forward_seconds=forward_seconds)
+    return dataclasses.replace(stack([block], [0] * count, boundary=0, gradient=0), link=link)
+
+
+def test_a_region_is_in_flight_during_the_next_one_and_ahead_during_the_one_after_it_in_backward() -> None:
+    use = link_use(blocks(4), [1, 1, 1, 1])
+    assert use is not None
+    assert (use.window_bytes, use.host_bytes, use.waited_seconds) == (40, 160, 0.0)
+    # embedding, forward of 0..3, head, backward of 3..0: what others hold while each of them runs
+    assert use.level_bytes == (0, 0, 40, 40, 40, 40, 40, 40, 40, 0)
+    # the last region's bytes never left the device: they are used where they are
+    assert [t.reused_bytes for t in use.transfers] == [0, 0, 0, 40]
+    assert sum(p.out_bytes for p in use.points) == 160
+    assert sum(p.back_bytes for p in use.points) == 120
+
+
+def test_a_slow_link_makes_compute_wait_and_the_step_takes_longer() -> None:
+    slow = dataclasses.replace(FAST, d2h_bytes_per_second=20.0)  # 2 s for what a region sends in 1 s
+    fast, late = (simulate(blocks(4, link=link), [1, 1, 1, 1]) for link in (FAST, slow))
+    assert fast.link is not None
+    assert late.link is not None
+    assert fast.seconds == 10.0
+    # sent at 1 s and done at 3 s, the second one at 5 s, the third one at 7 s; compute is at 2, 4 and 6 s
+    assert late.link.waited_seconds == pytest.approx(3.0)
+    assert late.seconds == pytest.approx(13.0)
+    assert fast.peak_bytes == late.peak_bytes  # memory does not depend on timing
+
+
+def test_both_directions_at_once_are_slower() -> None:
+    shared = dataclasses.replace(FAST, d2h_bytes_per_second=10.0, h2d_bytes_per_second=10.0,
+                                 h2d_both_bytes_per_second=1.0)  # fmt: skip
+    alone = dataclasses.replace(shared, h2d_both_bytes_per_second=10.0)
+    slower, faster = (link_use(blocks(3, link=link), [1, 1, 1]) for link in (shared, alone))
+    assert slower is not None
+    assert faster is not None
+    assert slower.waited_seconds > faster.waited_seconds
+
+
+def test_points_add_up_and_the_timeline_is_the_same_without_offload() -> None:
+    p = blocks(5)
+    for choices in ([1] * 5, [0, 1, 2, 1, 0], [0] * 5):
+        for point in simulate(p, choices).points:
+            parts = point.parameters + point.gradients + point.optimizer + point.kept + point.working
+            assert parts + point.moving == point.peak_bytes
+    assert simulate(p, [0] * 5).link is None
+
+
+def test_a_region_without_backward_is_not_offloaded() -> None:
+    p = blocks(4)
+    segments = tuple(s for s in p.segments if not (s.phase.value == "backward" and s.call == 1))
+    p = dataclasses.replace(p, segments=segments)
+    plan = schedule(p, least_budget(p, ALL), allow=ALL)
+    assert plan.entry(1).host_bytes == 0
+
+
+def test_where_the_link_is_slow_recomputing_is_preferred() -> None:
+    budget = 1000 + 500
+    slow = LinkRates(4.0, 4.0, 4.0, 4.0)
+    quick = schedule(blocks(6), budget, allow=ALL)
+    waiting = schedule(blocks(6, link=slow), budget, allow=ALL)
+    assert any(quick.entry(i).host_bytes for i in range(6))
+    assert quick.predicted_seconds < waiting.predicted_seconds
+    assert not any(waiting.entry(i).host_bytes for i in range(6))
+
+
+def test_a_plan_with_offload_is_saved_and_read_again() -> None:
+    plan = schedule(blocks(6), 1000 + 500, allow=ALL)
+    again = from_json(Plan, to_json(plan))
+    assert again == plan
+    assert again.profile.link == FAST
+
+
+def brute_force(p: Profile, budget: int) -> float:
+    menus = [range(len(p.kinds[call.kind].menu)) for call in p.calls]
+    found = (simulate(p, choices) for choices in itertools.product(*menus))
+    return min((t.seconds for t in found if t.peak_bytes <= budget), default=float("inf"))
+
+
+@st.composite
+def offloading(draw: st.DrawFn) -> Profile:
+    sizes = st.integers(0, 60)
+    menu = [entry(Mode.KEEP, 100, 0.0, forward=draw(sizes), backward=draw(sizes))]
+    for _ in range(draw(st.integers(1, 3))):
+        host = draw(st.integers(0, 50))
+        menu.append(hosted(draw(sizes), host, draw(st.integers(0, 8)) / 8, backward=host + draw(sizes)))
+    menu.append(entry(Mode.FULL, 0, draw(st.integers(4, 16)) / 8, backward=120, inputs=(0,)))
+    rate = float(draw(st.sampled_from([5, 50, 500])))
+    p = stack([kind(*menu)], [0] * draw(st.integers(2, 5)), boundary=draw(sizes), glue=draw(sizes))
+    return dataclasses.replace(p, link=LinkRates(rate, rate, rate, rate / 2))
+
+
+@settings(max_examples=50, deadline=None)
+@given(offloading(), st.floats(0, 1))
+def test_the_plan_is_as_the_simulator_says_and_near_the_best_of_all(p: Profile, share: float) -> None:
+    least = least_budget(p, ALL)
+    most = simulate(p, keep_everything(p)).peak_bytes
+    budget = int(least + share * max(most - least, 0))
+    plan = schedule(p, budget, allow=ALL)
+    timeline = simulate(p, plan.choices)
+    assert timeline.peak_bytes == plan.predicted_peak_bytes <= budget
+    assert timeline.seconds == plan.predicted_seconds
+    best = brute_force(p, budget)
+    assert time_lower_bound(p, budget, ALL) <= best + 1e-9
+    assert best <= plan.predicted_seconds <= 1.2 * best  # in 400 cases: 399 best of all, one 1.11
+    try:
+        without = schedule(p, budget).predicted_seconds
+    except BudgetError:
+        without = float("inf")
+    assert plan.predicted_seconds <= without  # offload never makes a plan worse

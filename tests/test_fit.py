@@ -316,7 +316,7 @@ def test_allow_is_honoured() -> None:
     profile = remat.profile(given.model, given.batch)
     with pytest.raises(remat.BudgetError):
         remat.plan(profile, activations=0.5, allow=["keep"])
-    with pytest.raises(remat.InputError, match="leave it out"):
+    with pytest.raises(remat.BudgetError):  # nothing was measured that could be offloaded
         remat.plan(profile, activations=0.5, allow=["keep", "offload"])
     with pytest.raises(remat.InputError, match="the actions are"):
         remat.plan(profile, activations=0.5, allow=["forget"])

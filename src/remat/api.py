@@ -55,7 +55,7 @@ def profile(
     step: Step | None = None,
     optimizer: torch.optim.Optimizer | OptimizerLike | None = None,
     accumulate: bool | int = False,
-    allow: Sequence[Action | str] = _ACTIONS,
+    allow: Sequence[Action | str] | None = None,
     compile: bool | str | None = None,
     device: str | Device | None = None,
     dtype: torch.dtype | None = None,
@@ -66,8 +66,9 @@ def profile(
     (output, batch); by default it is output.loss, or the output itself if it is a scalar. Or `step`: a
     callable that runs forward and returns the loss. With `optimizer` its state and its own step count, and
     with `accumulate` (True, or the number of micro-steps) gradients are resident when a step starts. With
-    "chunk" in `allow` the step is measured with its head and loss in chunks, too. With `compile=True` blocks
-    are compiled, with a few saved sets each, and measured so (see `fit`).
+    "chunk" in `allow` the step is measured with its head and loss in chunks, too, and with "offload" (in the
+    default on an accelerator) the link to the host. With `compile=True` blocks are compiled, with a few saved
+    sets each, and measured so (see `fit`).
 
     With `device` ("h100-80gb", or a remat.devices.Device) nothing is measured: the step is estimated for that
     device without having it, and without memory for weights. Then `model` and `batch` may be functions that
@@ -80,6 +81,7 @@ def profile(
             return estimate_profile(
                 model, batch, device, loss=loss, optimizer=optimizer,  # type: ignore[arg-type]
                 accumulate=accumulate, dtype=dtype, progress=progress,
+                offload=Action.OFFLOAD in _actions(allow, offload=True),
             )  # fmt: skip
     if dtype is not None:
         raise InputError("dtype= belongs to an estimate (device=...); cast the model itself: model.to(dtype)")
@@ -89,7 +91,8 @@ def profile(
         raise InputError(
             f"model is a {type(model).__name__}; pass an nn.Module (a function that makes one needs device=)"
         )
-    request = _request(model, batch, loss, step, optimizer, accumulate, _actions(allow), compile)
+    allowed = _actions(allow, offload=device_of(model).type == "cuda")
+    request = _request(model, batch, loss, step, optimizer, accumulate, allowed, compile)
     with showing(f"remat: profiling {type(model).__name__}") as progress:
         return build_profile(request, progress)
 
@@ -99,10 +102,15 @@ def plan(
     budget: int | str | None = None,
     *,
     activations: float | None = None,
-    allow: Sequence[Action | str] = _ACTIONS,
+    allow: Sequence[Action | str] | None = None,
 ) -> Plan:
-    """The fastest way to run this step within a budget. Pure: looks at the profile only."""
-    return schedule(profile, _budget_bytes(profile, budget, activations), allow=_actions(allow))
+    """The fastest way to run this step within a budget. Pure: looks at the profile only.
+
+    `allow`: what it may do, by default all that gives the same gradients to the bit and that the profile has
+    measured ("keep", "recompute", and "offload" where the link to the host was measured).
+    """
+    allowed = _actions(allow, offload=profile.link is not None)
+    return schedule(profile, _budget_bytes(profile, budget, activations), allow=allowed)
 
 
 def fit(
@@ -115,7 +123,7 @@ def fit(
     step: Step | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     accumulate: bool | int = False,
-    allow: Sequence[Action | str] = _ACTIONS,
+    allow: Sequence[Action | str] | None = None,
     compile: bool | str | None = None,
     check: bool = True,
     adaptive: bool | Sequence[Any] = False,
@@ -128,7 +136,9 @@ def fit(
     the step's own activation peak. Raises BudgetError (with `.needed` bytes) and leaves the model untouched
     if that is out of reach.
 
-    `allow`: "keep" and "recompute" give the same gradients to the bit. "chunk" computes head and loss in
+    `allow`: "keep", "recompute" and "offload" give the same gradients to the bit, and are the default on an
+    accelerator. "offload" moves saved tensors to pinned host memory and back, behind compute; on the CPU,
+    where that is the same memory, it is simulated and has to be asked for. "chunk" computes head and loss in
     chunks, so that the logits never exist as a whole: equal within rounding.
 
     `compile=True`: repeated blocks run through torch.compile, each with a saved set that was chosen for it;
@@ -141,7 +151,10 @@ def fit(
     keeps more. Give the largest batch; it is cut to measure two smaller sizes, or pass batches of other sizes
     to measure instead of True. `on_event` is called with everything that changes while training.
     """
-    allowed = _actions(allow)
+    on_device = isinstance(model, nn.Module) and device_of(model).type == "cuda"
+    allowed = _actions(allow, offload=on_device and adaptive is False)
+    if adaptive is not False and Action.OFFLOAD in allowed:
+        raise InputError('adaptive plans do not offload yet; leave out adaptive=, or "offload" in allow')
     request = _request(model, batch, loss, step, optimizer, accumulate, allowed, compile)
     others = _other_sizes(model, batch, loss, adaptive)
     if adaptive is not False and request.compiler:
@@ -224,6 +237,7 @@ def _request(
         optimizer=optimizer,
         accumulate=seen or (accumulate is True) or (not isinstance(accumulate, bool) and accumulate > 1),
         chunk=Action.CHUNK in allow,
+        offload=Action.OFFLOAD in allow,
         compiler=_compiler(model, compile, device_of(model)),
     )
 
@@ -281,17 +295,15 @@ def _batch_bytes(model: nn.Module, batch: Any) -> int:
     return sum(t.untyped_storage().nbytes() for t in given)
 
 
-def _actions(allow: Sequence[Action | str]) -> tuple[Action, ...]:
+def _actions(allow: Sequence[Action | str] | None, *, offload: bool) -> tuple[Action, ...]:
+    """What is allowed; `offload` says whether it is among the default."""
+    if allow is None:
+        return (*_ACTIONS, Action.OFFLOAD) if offload else _ACTIONS
     try:
         actions = tuple(Action(action) for action in allow)
     except ValueError:
-        names = ", ".join(action.value for action in Action if action is not Action.OFFLOAD)
+        names = ", ".join(action.value for action in Action)
         raise InputError(f"allow={list(allow)!r}: the actions are {names}") from None
-    if Action.OFFLOAD in actions:
-        raise InputError(
-            'allow contains "offload", which plans cannot use yet; leave it out. By hand, '
-            "remat.enable(model, offload=True) keeps the inputs of regions on the host"
-        )
     return actions
 
 
@@ -344,6 +356,8 @@ def _fitted(
         with apply(request.model, made, check=check) as handle:
             excess = _measured_excess(request, handle, over)
             measured = handle.measured
+            if Action.OFFLOAD not in handle.plan.allow:  # the host refused: it need not be asked again
+                made, allowed = replace(handle.plan, budget_bytes=budget_bytes), handle.plan.allow
         peak = made.predicted_peak_bytes + excess
         if peak > budget_bytes:
             if good is not None:

@@ -40,12 +40,14 @@ from remat.check.untouched import untouched
 from remat.devices import Device
 from remat.devices import device as find_device
 from remat.errors import CaptureError, InputError
+from remat.hosting import link_levels
 from remat.planner.menu import recipes, working_set_bytes
 from remat.profiling import menu_entry, region_call, sorted_menu, storage_bytes, survey_notes
 from remat.records import (
     Entry,
     Environment,
     Kind,
+    LinkRates,
     Mode,
     Phase,
     Profile,
@@ -86,6 +88,7 @@ def estimate_profile(
     optimizer: OptimizerLike | None = None,
     accumulate: bool | int = False,
     dtype: torch.dtype | None = None,
+    offload: bool = True,
     progress: Progress = lambda doing: None,
 ) -> Profile:
     """What one training step would take on `device` (a name like "h100-80gb", or a Device with your numbers).
@@ -93,7 +96,8 @@ def estimate_profile(
     `model` is a function that builds the model: it is called where tensors take no memory (a model that
     exists is used as it is, and left so). `batch` is a function that makes the batch, or the batch.
     `optimizer` is the name of a torch optimizer ("adamw") or a function that makes one from parameters.
-    `dtype` is what parameters and buffers are cast to, as model.to(dtype) would.
+    `dtype` is what parameters and buffers are cast to, as model.to(dtype) would. `offload`: also ways that
+    send tensors to the host, where the device's link is known.
     """
     target = find_device(device)
     mode = new_mode()
@@ -104,7 +108,7 @@ def estimate_profile(
     with without_memory(net, mode, dtype):
         held = _optimizer_bytes(net, optimizer, target)
         with faking(mode, accelerator=target.type != "cpu") as kernels, untouched(net), quiet(net):
-            job = _Estimate(net, _batch(batch), loss, target, kernels, progress)
+            job = _Estimate(net, _batch(batch), loss, target, kernels, progress, _link(target, offload))
             try:
                 return job.profile(held, accumulate is True or accumulate > 1)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -153,6 +157,7 @@ class _Estimate:
     target: Device
     kernels: AcceleratorKernels
     progress: Progress
+    link: LinkRates | None = None
 
     def run(self) -> torch.Tensor:
         return run_step(self.model, self.batch, self.loss)
@@ -165,7 +170,7 @@ class _Estimate:
             self.progress(f"solving the menu of {species.example.name}")
             if species.graph is not None and self.kernels.attention_drops:
                 species.graph = _without_attention(species.graph)
-            kinds.append(_Menu(species, (args, kwargs), self.target).kind())
+            kinds.append(_Menu(species, (args, kwargs), self.target, self.link).kind())
 
         self.progress("surveying regions")
         found = survey(self.model, blocks, self.run, self.progress, describe)
@@ -195,6 +200,7 @@ class _Estimate:
             step_seconds=max(clock.seconds - sum(entry.extra_seconds for entry in references), 0.0),
             accumulate=accumulate,
             notes=(*_disclosure(self.model, self.target), *survey_notes(found)),
+            link=self.link,
         )
 
     def _step_bytes(self, held: OptimizerBytes | None) -> StepBytes:
@@ -239,6 +245,7 @@ class _Menu:
     species: Species
     inputs: tuple[tuple[Any, ...], dict[str, Any]]
     target: Device
+    link: LinkRates | None
 
     def kind(self) -> Kind:
         example = self.species.example
@@ -255,7 +262,10 @@ class _Menu:
             menu_entry(Mode.FULL, self._run(full), forward_seconds, None, len(example.inputs)),
         ]
         if graph is not None:
-            for recipe in _recipes(graph):
+            links: tuple[int, ...] = ()
+            if self.link is not None:
+                links = link_levels(self.link, forward_seconds, 2 * forward_seconds, graph.saved_bytes)
+            for recipe in _recipes(graph, links):
                 ran = self._run_recipe(graph, recipe, keep)
                 entries.append(
                     menu_entry(Mode.RECIPE, ran, recipe.replay_seconds, graph, len(example.inputs), recipe)
@@ -281,6 +291,11 @@ class _Menu:
         return clock.seconds
 
     def _run_recipe(self, graph: RegionGraph, recipe: Recipe, keep: Bench) -> Bench:
+        if recipe.offloaded:  # fake tensors have no bytes to move: run it with all of them kept
+            ran = self._run_recipe(graph, replace(recipe, offloaded=()), keep)
+            return _moved(graph, recipe, ran)
+        if not recipe.dropped:
+            return keep
         example = self.species.example
         try:
             variant = Variant(Mode.RECIPE, compile_recipe(graph, recipe, _HOST))
@@ -307,8 +322,26 @@ def _by_formula(graph: RegionGraph, recipe: Recipe, keep: Bench) -> Bench:
     )
 
 
-def _recipes(graph: RegionGraph) -> tuple[Recipe, ...]:
-    return recipes(graph, levels=[level / _LEVELS for level in range(_LEVELS, 0, -1)])
+def _moved(graph: RegionGraph, recipe: Recipe, ran: Bench) -> Bench:
+    """What is offloaded is not held in between, and is on top of that level once it is fetched. Inputs are
+    not part of what a region holds."""
+    inputs = {graph.values[value].storage for value in graph.inputs}
+    held = sum(graph.storages[s].nbytes for s in recipe.offloaded if s not in inputs)
+    return replace(
+        ran,
+        resident_bytes=max(ran.resident_bytes - held, 0),
+        backward_peak_bytes=ran.backward_peak_bytes + recipe.host_bytes,
+    )
+
+
+def _link(target: Device, offload: bool) -> LinkRates | None:
+    rate = target.link_bytes_per_second
+    return LinkRates(rate, rate, rate, rate) if offload and rate else None
+
+
+def _recipes(graph: RegionGraph, links: tuple[int, ...]) -> tuple[Recipe, ...]:
+    levels = [level / _LEVELS for level in range(_LEVELS, 0, -1)]
+    return recipes(graph, levels=levels, link_bytes=links)
 
 
 def _priced(graph: RegionGraph, target: Device) -> RegionGraph:

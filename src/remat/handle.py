@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,6 +18,7 @@ from remat.check.snapshot import snapshot
 from remat.check.step import fingerprint
 from remat.check.verify import Verification
 from remat.errors import InputError, PlanError, RecoveryError
+from remat.offloading import engine_for
 from remat.planner.bounds import least_budget
 from remat.planner.schedule import schedule
 from remat.planner.simulate import simulate
@@ -25,6 +27,7 @@ from remat.run.byhand import status
 from remat.run.compiled import block_for
 from remat.run.install import Installation, install
 from remat.run.journal import Event, Journal, Stats
+from remat.run.offload import Engine
 from remat.run.ranks import Ranks
 from remat.run.recipe import compile_recipe
 from remat.run.recover import Failure, recovering, step_optimizer
@@ -47,11 +50,25 @@ def apply(model: nn.Module, plan: Plan, *, check: bool = True) -> Handle:
     `check` is the spot check of every replay: on by default, since what it costs is small.
     """
     _refuse_stranger(model, plan)
-    return Handle(model, plan, _installed(model, plan, check), check)
+    return Handle(model, *_installed(model, plan, check), check)
 
 
-def _installed(model: nn.Module, plan: Plan, check: bool) -> Installation:
-    return install(model, planned_regions(plan, check), head=chunked_head(plan))
+def _installed(model: nn.Module, plan: Plan, check: bool) -> tuple[Plan, Installation]:
+    """The plan that runs now (without offload, if the host has no memory for it), and what was put on."""
+    plan, engine = engine_for(plan)
+    try:
+        regions = planned_regions(plan, check)
+        for region in regions:
+            region.engine = engine
+        installation = install(model, regions, head=chunked_head(plan))
+    except BaseException:
+        if engine is not None:
+            engine.close()
+        raise
+    if engine is not None:
+        installation.engine = engine
+        installation.defer(engine.close)
+    return plan, installation
 
 
 def chunked_head(plan: Plan) -> str | None:
@@ -92,13 +109,19 @@ class Handle:
         self._journal.on_event = callback
 
     @property
+    def engine(self) -> Engine | None:
+        """What moves tensors to the host and back; its `counts` say how much. None: nothing is offloaded."""
+        return self._installation.engine if isinstance(self._installation, Installation) else None
+
+    @property
     def regions(self) -> tuple[PlannedRegion, ...]:
         """The regions that are not simply kept."""
         return tuple(self._installation.regions)
 
     def status(self) -> Status:
         """What each planned region did, counted while it ran."""
-        return status(self.model)
+        found = status(self.model)
+        return replace(found, notes=(*found.notes, *self.plan.notes))
 
     def report(self) -> Report:
         """Everything that was decided and measured, for reading: print it, or save it."""
@@ -159,8 +182,7 @@ class Handle:
         else:
             return None
         self._installation.remove()
-        self.plan = made
-        self._installation = _installed(self.model, made, self._check)
+        self.plan, self._installation = _installed(self.model, made, self._check)
         text = f"a plan predicted to peak at {format_bytes(made.predicted_peak_bytes)}"
         self._journal.note("plan changed", text)
         return text
@@ -240,7 +262,8 @@ def planned_regions(plan: Plan, check: bool) -> list[PlannedRegion]:
             variants[plan.profile.kinds[call.kind].signature] = programs[key]
         regions.append(PlannedRegion(name, plan.profile.calls[indices[0]].tower, variants, check))
     for turn, region in enumerate(regions):
-        region.turn, region.turns = turn, len(regions)
+        region.turn = region.place = turn
+        region.turns = len(regions)
     return regions
 
 
@@ -263,4 +286,12 @@ def _variant(plan: Plan, call: RegionCall, choice: int, device: torch.device) ->
         else:
             # A kernel takes longer to compile than a step: at sizes between the measured ones it is not done.
             program = compile_recipe(kind.graph, entry.recipe, device, compile_kernels=entry.measured)
-    return Variant(entry.mode, program, kind.saved_bytes, entry.resident_bytes, compiled, entry.gradient_gap)
+    return Variant(
+        entry.mode,
+        program,
+        kind.saved_bytes,
+        entry.resident_bytes,
+        compiled,
+        entry.gradient_gap,
+        entry.host_bytes,
+    )

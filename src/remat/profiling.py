@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,8 @@ from remat.check.peak import release_cached
 from remat.check.step import fingerprint
 from remat.check.untouched import untouched
 from remat.compiling import compiled_kind
-from remat.errors import CaptureError, InputError
+from remat.errors import CaptureError, HostMemoryError, InputError
+from remat.hosting import Hosting, hosting, link_levels, settling
 from remat.planner.menu import recipes
 from remat.records import (
     Entry,
@@ -52,6 +53,7 @@ from remat.run.region import PlannedRegion, Variant
 from remat.trace.discover import Block, find_blocks
 from remat.trace.price import fused_prices
 from remat.trace.survey import Sighting, Species, Survey, frugally, survey, timeline, visiting
+from remat.units import format_bytes
 
 __all__ = [
     "Request",
@@ -70,6 +72,7 @@ _LEVELS = 16  # shares of a region's saved bytes that a recipe is sought for
 _LOG = logging.getLogger(__name__)
 # What the host does for a recipe, in operations of an untouched step (measured where the host sets the pace):
 _OPS_PER_SLOT = 1.5  # dropping and unpacking one tensor
+_OPS_PER_MOVED = 8.0  # sending one storage to the host and having it back
 _OPS_PER_REGION = 20.0  # looking through the graph of a region that drops anything
 _COMPILING_THREADS = 8
 _LEAST_SHARE = 0.8  # of the priced replay seconds that a measured entry is believed to cost at the least
@@ -88,6 +91,7 @@ class Request:
     chunk: bool = False  # measure the step with head and loss in chunks, too
     compiler: str = ""  # compile blocks with this backend; "": not at all
     like: Profile | None = None  # the same step at another size: measure the recipes that it has, seek none
+    offload: bool = False  # measure the link to the host, and entries that use it
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -105,12 +109,19 @@ def build_profile(request: Request, progress: Progress) -> Profile:
     threading.Thread(target=can_fuse, args=(device,), daemon=True).start()  # its first call takes a second
     blocks = find_blocks(model)
     step = _step_bytes(request, device)
-    with untouched(model, request.optimizer), quiet(model), decompiled(block.module for block in blocks):
+    notes: list[str] = []
+    with (
+        untouched(model, request.optimizer),
+        quiet(model),
+        decompiled(block.module for block in blocks),
+        ExitStack() as stack,
+    ):
+        host = _hosting(request, device, stack, notes, progress)
         progress("surveying regions")
         kinds: list[Kind] = []
 
         def measure(species: Species, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            kinds.append(_kind_for(request, len(kinds), species, (args, kwargs), device, progress))
+            kinds.append(_kind_for(request, len(kinds), species, (args, kwargs), device, progress, host))
 
         found = survey(model, blocks, request.run, progress, measure)
         if not found.sightings:
@@ -139,9 +150,28 @@ def build_profile(request: Request, progress: Progress) -> Profile:
         segments=segments,
         step_seconds=_without(extra, seconds, most),
         accumulate=request.accumulate,
-        notes=(*survey_notes(found), *(_compiler_notes(calls, kinds) if request.compiler else ())),
+        notes=(
+            *survey_notes(found),
+            *(_compiler_notes(calls, kinds) if request.compiler else ()),
+            *notes,
+        ),
         head=chunks,
+        link=None if host is None else host.rates,
+        host_limit_bytes=None if host is None else host.host_limit_bytes,
     )
+
+
+def _hosting(
+    request: Request, device: torch.device, stack: ExitStack, notes: list[str], progress: Progress
+) -> Hosting | None:
+    if not request.offload:
+        return None
+    progress("measuring the link to the host")
+    try:
+        return stack.enter_context(hosting(device))
+    except HostMemoryError as error:
+        notes.append(f"nothing is offloaded: {error}")
+        return None
 
 
 def _without(extra: float, seconds: float, most: float = 0.5) -> float:
@@ -275,16 +305,22 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _kind_for(
-    request: Request, number: int, species: Species, inputs: Inputs, device: torch.device, progress: Progress
+    request: Request,
+    number: int,
+    species: Species,
+    inputs: Inputs,
+    device: torch.device,
+    progress: Progress,
+    host: Hosting | None,
 ) -> Kind:
     """The kind as the compiler runs it, if that is wanted and possible."""
     like = request.like.kinds[number:][:1] if request.like is not None else None
     if not request.compiler:
-        return _kind(species, inputs, device, progress, like)
+        return _kind(species, inputs, device, progress, host, like)
     try:
         return compiled_kind(species, inputs, device, request.compiler, progress, menu_entry)
     except CaptureError as error:
-        kind = _kind(species, inputs, device, progress, like)
+        kind = _kind(species, inputs, device, progress, host, like)
         return replace(kind, note="; ".join(filter(None, (f"not compiled, {error}", kind.note))))
 
 
@@ -293,6 +329,7 @@ def _kind(
     inputs: Inputs,
     device: torch.device,
     progress: Progress,
+    host: Hosting | None,
     like: Sequence[Kind] | None = None,
 ) -> Kind:
     """Every entry of this region's menu, measured. `like`: the same kind at another size, if there is one."""
@@ -307,14 +344,18 @@ def _kind(
     keep = bench(example.forward, inputs, modules, device)
     again = bench(full, inputs, modules, device)
     forward_seconds = sum(op.seconds for op in graph.ops) if graph is not None else keep.seconds / 3
+    backward_seconds = max(keep.seconds - forward_seconds, forward_seconds)
+    links: tuple[int, ...] = ()
+    if host is not None and graph is not None:
+        links = link_levels(host.rates, forward_seconds, backward_seconds, graph.saved_bytes)
     entries = [
         menu_entry(Mode.KEEP, keep, 0.0, graph, len(example.inputs)),
         menu_entry(Mode.FULL, again, _extra(again, keep, forward_seconds, device), None, len(example.inputs)),
     ]
     note = species.note
-    for recipe in _recipes(graph, keep, device) if like is None else _recipes_of(like, graph):
+    for recipe in _recipes(graph, keep, device, links) if like is None else _recipes_of(like, graph):
         try:
-            recipe, measured = _bench_fused(species, recipe, inputs, device)
+            recipe, measured = _bench_fused(species, recipe, inputs, device, host)
         except CaptureError as error:
             note = note or str(error)
             continue
@@ -328,10 +369,13 @@ def _kind(
         forward_seconds=forward_seconds,
         graph=graph,
         note=note,
+        backward_seconds=backward_seconds,
     )
 
 
-def _recipes(graph: RegionGraph | None, keep: Bench, device: torch.device) -> tuple[Recipe, ...]:
+def _recipes(
+    graph: RegionGraph | None, keep: Bench, device: torch.device, links: tuple[int, ...]
+) -> tuple[Recipe, ...]:
     """Where the device waits for the host, a dropped tensor costs the host's work, whatever its size."""
     if graph is None:
         return ()
@@ -339,7 +383,7 @@ def _recipes(graph: RegionGraph | None, keep: Bench, device: torch.device) -> tu
     per_op = _op_seconds(graph, keep, device)
     if can_fuse(device) and not keep.launch_bound:
         graph = fused_prices(graph)
-    return recipes(graph, levels=levels, slot_seconds=_OPS_PER_SLOT * per_op)
+    return recipes(graph, levels=levels, link_bytes=links, slot_seconds=_OPS_PER_SLOT * per_op)
 
 
 def _op_seconds(graph: RegionGraph, keep: Bench, device: torch.device) -> float:
@@ -378,7 +422,8 @@ def _recipe_extra(
     per_op = _op_seconds(graph, keep, device)
     if not per_op:
         return _extra(measured, keep, recipe.replay_seconds, device)
-    return per_op * (_OPS_PER_REGION + _OPS_PER_SLOT * len(recipe.dropped)) + recipe.replay_seconds
+    host_ops = _OPS_PER_REGION + _OPS_PER_SLOT * len(recipe.dropped) + _OPS_PER_MOVED * len(recipe.offloaded)
+    return per_op * host_ops + recipe.replay_seconds
 
 
 def _compile_side_by_side(graph: RegionGraph, menu: tuple[Recipe, ...], device: torch.device) -> None:
@@ -393,29 +438,45 @@ def _compile_side_by_side(graph: RegionGraph, menu: tuple[Recipe, ...], device: 
 
 
 def _bench_fused(
-    species: Species, recipe: Recipe, inputs: Inputs, device: torch.device
+    species: Species, recipe: Recipe, inputs: Inputs, device: torch.device, host: Hosting | None
 ) -> tuple[Recipe, Bench]:
     """With elementwise operations fused, if that gives the same bits."""
     if can_fuse(device):
         fused = replace(recipe, fused=True)
         try:
-            return fused, _bench_recipe(species, fused, inputs, device)
+            return fused, _bench_recipe(species, fused, inputs, device, host)
         except CaptureError as error:
             _LOG.info("%s: a recipe runs operation by operation: %s", species.example.name, error)
-    return recipe, _bench_recipe(species, recipe, inputs, device)
+    return recipe, _bench_recipe(species, recipe, inputs, device, host)
 
 
-def _bench_recipe(species: Species, recipe: Recipe, inputs: Inputs, device: torch.device) -> Bench:
-    """Run a recipe: first with every rebuilt tensor compared bit for bit, then as in training."""
+def _bench_recipe(
+    species: Species, recipe: Recipe, inputs: Inputs, device: torch.device, host: Hosting | None
+) -> Bench:
+    """Run a recipe: first with every rebuilt tensor compared bit for bit, then as in training.
+
+    What it offloads has left the device when its forward has returned, and is all fetched again in backward.
+    Alone, a region has nothing to hide copies behind: it is timed with a link that takes no time, and the
+    simulator adds what compute has to wait.
+    """
     example = species.example
     assert species.graph is not None
     variant = Variant(Mode.RECIPE, compile_recipe(species.graph, recipe, device))
     planned = PlannedRegion(example.name, example.tower, {species.signature: variant}, shadow=True)
     modules = (example.module,)
     with installed_region(example.module, example.forward, planned) as call:
-        bench(call, inputs, modules, device, timed=False)
+        region = call
+        if recipe.offloaded:
+            assert host is not None
+            planned.engine, region = host.engine, settling(call, host.engine)
+            stayed = host.engine.counts.kept_bytes
+        bench(region, inputs, modules, device, timed=False)
         planned.shadow, planned.turns = False, 1
-        levels = bench(call, inputs, modules, device, timed=False)  # bytes with all that the spot check takes
+        levels = bench(region, inputs, modules, device, timed=False)  # with all that the spot check takes
+        if recipe.offloaded and host is not None:
+            if host.engine.counts.kept_bytes > stayed:
+                raise CaptureError(f"the host has no {format_bytes(recipe.host_bytes)} for offload")
+            planned.engine = host.free
         planned.check = False  # it waits for the device, once per step and not once per region
         times = bench(call, inputs, modules, device)
     if planned.counts.fallbacks:
@@ -435,7 +496,9 @@ def menu_entry(
     holds_inputs = tuple(range(inputs))
     if graph is not None:
         saved = {graph.values[slot.value].storage for slot in graph.saved}
-        kept = saved if recipe is None else set(recipe.kept) | {s for s in saved if _stays(graph, s)}
+        kept = saved
+        if recipe is not None:
+            kept = set(recipe.kept) - set(recipe.offloaded) | {s for s in saved if _stays(graph, s)}
         holds_inputs = tuple(i for i, v in enumerate(graph.inputs) if graph.values[v].storage in kept)
         for position, value in enumerate(graph.outputs):
             storage = graph.values[value].storage
@@ -450,6 +513,7 @@ def menu_entry(
         extra_seconds=extra,
         holds_inputs=holds_inputs,
         holds_outputs=tuple(held_outputs.values()),
+        host_bytes=0 if recipe is None else recipe.host_bytes,
         recipe=recipe,
         measured=True,
     )

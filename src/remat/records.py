@@ -374,6 +374,7 @@ class Profile(Saveable):
     head: HeadChunks | None = None  # measured only if Action.CHUNK is allowed
     chunked: bool = False  # segments and seconds are those of `head`
     link: LinkRates | None = None  # to the host, measured only if Action.OFFLOAD is allowed
+    host_limit_bytes: int | None = None  # what may wait on the host at one time; None: not known
     schema: int = SCHEMA_VERSION
 
 

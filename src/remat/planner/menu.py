@@ -43,7 +43,7 @@ def recipes(
     graph: RegionGraph,
     *,
     levels: Sequence[float] | None = None,
-    link_bytes: int = 0,
+    link_bytes: int | Sequence[int] = 0,
     slot_seconds: float = 0.0,
     keep_seconds: Sequence[float] = (),
     time_limit_s: float = _TIME_LIMIT_S,
@@ -52,12 +52,13 @@ def recipes(
 
     `levels` are shares of the region's saved bytes; by default ten steps of equal size down to the least that
     is possible, which is always the last level. With `link_bytes` each level is also solved with up to that
-    many bytes moved to the host. `slot_seconds` is what dropping one saved tensor costs beside the replay,
-    `keep_seconds`, per storage, what keeping it costs beside its bytes.
+    many bytes moved to the host, or with each of several amounts. `slot_seconds` is what dropping one saved
+    tensor costs beside the replay, `keep_seconds`, per storage, what keeping it costs beside its bytes.
     Keeping everything is not a recipe and not in the list.
     """
-    model = _Model(graph, offload=link_bytes > 0, slot_seconds=slot_seconds, keep_seconds=keep_seconds)
-    floor = {link: _least(model, link, time_limit_s) for link in sorted({0, link_bytes})}
+    links = sorted({0, *((link_bytes,) if isinstance(link_bytes, int) else link_bytes)})
+    model = _Model(graph, offload=links[-1] > 0, slot_seconds=slot_seconds, keep_seconds=keep_seconds)
+    floor = {link: _least(model, link, time_limit_s) for link in links}
     found: list[Recipe] = []
     for link, least in floor.items():
         for limit in _limits(graph.saved_bytes, least.resident_bytes, levels):
@@ -186,7 +187,14 @@ class _Model:
     def _bounds(self, offload: bool) -> Bounds:
         stays = np.array([_stays_anyway(self.graph, s) for s in self.keepable], dtype=np.float64)
         replayable = np.array([op.replayable for op in self.graph.ops], dtype=np.float64)
-        movable = (self.charges > 0).astype(np.float64) if offload else np.zeros(self.keeps)
+        written = {v.storage for saved in self.graph.saved if not (v := self.graph.values[saved.value]).held}
+        movable = np.array(
+            [
+                offload and charge > 0 and s not in written
+                for s, charge in zip(self.keepable, self.charges, strict=True)
+            ],
+            dtype=np.float64,
+        )
         lower = np.concatenate([stays, np.zeros(self.ops + self.keeps)])
         upper = np.concatenate([np.ones(self.keeps), replayable, movable])
         return Bounds(lower, upper)

@@ -28,6 +28,7 @@ __all__ = ["Proposal", "polished", "proposals", "rank"]
 # compute down a little; where the simulator sees waits, plans that send less are tried, too.
 _HIDDEN_PRICE = 0.02
 _WAITING_PRICES = (0.3, 1.0)
+_SCARCE_PRICES = 8  # prices tried, up to one at which nothing is sent, where the host has too little memory
 _ROUNDS = 4  # how often the solver is asked again with the room that the simulator saw
 _WORTHWHILE = 1e-3  # of the budget: less room than this is not asked for
 _MOST_TRIALS = 800  # simulations that polishing may take
@@ -47,13 +48,24 @@ def proposals(profile: Profile, budget_bytes: int, allow: Sequence[Action]) -> I
         yield from _of_window(profile, budget_bytes, without, None)
     seconds = 0.0 if profile.link is None else 1 / profile.link.d2h_bytes_per_second
     for nbytes in window_sizes(profile):
-        waits = False
+        waits, most = False, 0
         for proposal in _of_window(profile, budget_bytes, allow, Window(nbytes, _HIDDEN_PRICE * seconds)):
             use = proposal.timeline.link
             waits |= use is not None and use.waited_seconds > 0
+            most = max(most, proposal.host_bytes)
             yield proposal
-        for price in _WAITING_PRICES if waits else ():
-            yield from _of_window(profile, budget_bytes, allow, Window(nbytes, price * seconds))
+        scarce = profile.host_limit_bytes is not None and most > profile.host_limit_bytes
+        prices = [price * seconds for price in _WAITING_PRICES] if waits else []
+        for price in (*prices, *(_scarce_prices(profile) if scarce else ())):
+            yield from _of_window(profile, budget_bytes, allow, Window(nbytes, price))
+
+
+def _scarce_prices(profile: Profile) -> list[float]:
+    """Seconds per byte, from one that hardly matters to one that no entry is worth."""
+    menus = [entry for kind in profile.kinds for entry in kind.menu]
+    dearest = max((entry.extra_seconds for entry in menus), default=0.0)
+    highest = dearest / min(entry.host_bytes for entry in menus if entry.host_bytes)
+    return [highest / 4**step for step in range(_SCARCE_PRICES)]
 
 
 def polished(profile: Profile, budget_bytes: int, allow: Sequence[Action], start: Proposal) -> Proposal:
@@ -62,7 +74,7 @@ def polished(profile: Profile, budget_bytes: int, allow: Sequence[Action], start
     menus = [[option.entry for option in call.options] for call in problem.calls]
     if math.prod(map(len, menus)) <= _MOST_TRIALS:
         everything = (_proposal(profile, choices) for choices in itertools.product(*menus))
-        return min((start, *everything), key=lambda p: rank(p, budget_bytes))
+        return min((start, *everything), key=lambda p: rank(profile, p, budget_bytes))
     best, trials, improved = start, 0, True
     while improved and trials < _MOST_TRIALS:
         improved = False
@@ -75,16 +87,17 @@ def polished(profile: Profile, budget_bytes: int, allow: Sequence[Action], start
                     continue
                 other = _proposal(profile, (*best.choices[:call], entry, *best.choices[call + 1 :]))
                 trials += 1
-                if rank(other, budget_bytes) < rank(best, budget_bytes):
+                if rank(profile, other, budget_bytes) < rank(profile, best, budget_bytes):
                     best, improved = other, True
     return best
 
 
-def rank(proposal: Proposal, budget_bytes: int) -> tuple[float, ...]:
-    """Smaller is better: within the budget, then faster, then less over the link and on the device."""
+def rank(profile: Profile, proposal: Proposal, budget_bytes: int) -> tuple[float, ...]:
+    """Smaller is better: within the host's memory and the budget, then faster, then less over the link."""
     timeline = proposal.timeline
-    over = max(timeline.peak_bytes - budget_bytes, 0)
-    return over, timeline.seconds, proposal.host_bytes, timeline.peak_bytes
+    limit = proposal.host_bytes if profile.host_limit_bytes is None else profile.host_limit_bytes
+    over_host, over = max(proposal.host_bytes - limit, 0), max(timeline.peak_bytes - budget_bytes, 0)
+    return over_host, over, timeline.seconds, proposal.host_bytes, timeline.peak_bytes
 
 
 def _of_window(

@@ -166,7 +166,7 @@ def _solve_general(
 def _fastest_with_link(profile: Profile, budget_bytes: int, allow: tuple[Action, ...]) -> Plan:
     """The best of several proposals, and of the plan without offload, as the simulator judges them."""
     found = proposals(profile, budget_bytes, allow)
-    best = min(found, key=lambda proposal: rank(proposal, budget_bytes))
+    best = min(found, key=lambda proposal: rank(profile, proposal, budget_bytes))
     best = polished(profile, budget_bytes, allow, best)
     if best.timeline.peak_bytes > budget_bytes:
         raise _out_of_reach(profile, budget_bytes, best.timeline, allow)

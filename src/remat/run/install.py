@@ -17,6 +17,7 @@ from torch import nn
 from remat.run.chunk import chunk_head
 from remat.run.compiled import decompiled
 from remat.run.functions import install_function, remove_function
+from remat.run.offload import Engine
 from remat.run.quiet import quiet
 from remat.run.region import PlannedRegion
 from remat.run.taps import ModuleTap
@@ -31,6 +32,7 @@ class Installation:
     def __init__(self) -> None:
         self._undo = ExitStack()
         self.regions: list[PlannedRegion] = []
+        self.engine: Engine | None = None  # moves what these regions keep on the host
 
     def defer(self, undo: Callable[[], Any]) -> None:
         self._undo.callback(undo)

@@ -44,12 +44,12 @@ from remat.run.host import can_host
 from remat.run.hostmem import available_host_bytes
 from remat.run.link import CudaLink, Link, Mark, Stream
 from remat.run.simulated import SimulatedLink
-from remat.run.slabs import SLAB_BYTES, Extent, Slabs
+from remat.run.slabs import SLAB_BYTES, Extent, Slabs, aligned
 from remat.units import format_bytes
 
-__all__ = ["Counts", "Engine", "Group", "Ticket"]
+__all__ = ["HOST_SHARE", "Counts", "Engine", "Group", "Ticket"]
 
-_HOST_SHARE = 0.5  # of the available host memory, unless a limit is given
+HOST_SHARE = 0.5  # of the available host memory, unless a limit is given
 _GROUPS_AT_WORK = 2  # backward of one group may still run when the next one is reached
 
 
@@ -228,7 +228,7 @@ class Engine:
             )
         self._link = link if link is not None else _link_of(torch.device(device))
         if host_limit_bytes is None:
-            host_limit_bytes = int(available_host_bytes() * _HOST_SHARE)
+            host_limit_bytes = int(available_host_bytes() * HOST_SHARE)
         self._host = Slabs(self._link.pin, self._link.unpin, host_limit_bytes, slab_bytes)
         self._disk = Slabs(
             lambda nbytes: file_memory(nbytes, disk_directory),
@@ -293,17 +293,20 @@ class Engine:
                 failures=self._failures,
             )
 
-    def reserve(self, nbytes: int) -> None:
-        """Take host memory (and disk for what exceeds its limit) now, when a plan is applied.
+    def reserve(self, sizes: int | Sequence[int]) -> None:
+        """Take host memory (and disk for what exceeds its limit) now, when a plan is applied: so many bytes
+        in whole slabs, or room for storages of these sizes and no more.
 
         HostMemoryError: it cannot be had, so the plan has to offload less. Nothing has been moved yet.
         """
+        nbytes = sizes if isinstance(sizes, int) else sum(map(aligned, sizes))
         with self._lock:
             if self._closed:
                 raise HostMemoryError(f"{format_bytes(nbytes)} asked of a closed engine; make a new one")
             on_host = nbytes if self._disk.limit_bytes == 0 else min(nbytes, self._host.limit_bytes)
-            self._host.reserve(on_host)
-            self._disk.reserve(nbytes - on_host)
+            exactly = not isinstance(sizes, int)
+            self._host.reserve(on_host, exactly=exactly)
+            self._disk.reserve(nbytes - on_host, exactly=exactly)
 
     def group(self, order: int) -> Group:
         """For one region call. `order` grows along one forward pass: that is how neighbours are known."""

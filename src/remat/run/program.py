@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from remat.records import Recipe, RegionGraph
+from remat.run.moved import MovedSlot
 from remat.run.spotcheck import Probe
 
 __all__ = ["Program", "Slot"]
@@ -39,13 +40,18 @@ class Program:
     `find(outputs)` walks the autograd graph: the nodes that matter, or the number of the first one that is
     not as captured. `collect(nodes, parameters, inputs, seen)` reads the kept tensors that rebuilding needs,
     or gives the number of the first one that is not as captured. `spread(kept)` deals them out to the slots.
-    `hook(nodes, holders, unpack)` puts the holders in. Pickled as what it was compiled from.
+    `hook(nodes, holders, unpack)` puts the holders in, `move(nodes, moved, unmove)` those of saved tensors
+    that go to the host. Pickled as what it was compiled from.
     """
 
     find: Callable[[list[torch.Tensor]], Any]
     collect: Callable[[Any, list[torch.Tensor], list[torch.Tensor], Any], Any]
     spread: Callable[[Any], tuple[list[Any], ...]]
     hook: Callable[[Any, list[Any], Any], None]
+    move: Callable[[Any, list[Any], Any], None]
+    moved: tuple[MovedSlot, ...]  # saved tensors that go to the host
+    moved_taps: tuple[int, ...]  # kept tensors that rebuilding reads from the host
+    send_order: tuple[int, ...]  # of `moved` and then `moved_taps`, as their storages come in forward
     slots: tuple[Slot, ...]
     probes: tuple[Probe, ...]  # where the spot check looks in each slot; empty where it does not
     checked: tuple[int, ...]  # slots that the spot check looks at

@@ -22,6 +22,7 @@ import torch
 from remat.errors import CaptureError
 from remat.records import Arg, Const, Op, Recipe, Ref, RegionGraph, Role, Saved, Source, Value
 from remat.run import fused
+from remat.run.moved import MovedSlot
 from remat.run.program import Program, Slot
 from remat.run.replay import OVERWRITES, constant, overload, twin
 from remat.run.spotcheck import probe
@@ -103,6 +104,8 @@ class _Compiler:
 
     def compile(self) -> Program:
         self.kept = set(self.recipe.kept)
+        self.moved = set(self.recipe.offloaded)
+        moved = self._moved_slots()
         dropped = sorted((self.graph.saved[i] for i in self.recipe.dropped), key=lambda saved: saved.order)
         self._places()
         self._plan_memo(dropped)
@@ -111,7 +114,8 @@ class _Compiler:
         for number, saved in enumerate(dropped):
             self._emit_slot(number, saved)
         needs = [self._needs(saved.value) for saved in dropped]
-        self._emit_hook(dropped)
+        self._emit_hook("hook", dropped)
+        self._emit_hook("move", moved)
         self._emit_collect()
         self._emit_spread(needs)
         self._emit_find()
@@ -119,12 +123,17 @@ class _Compiler:
         self.names |= {"twin": twin, "values": self.graph.values, "device": self.device, "saved": saved_of}
         exec(compile(text, "<remat recipe>", "exec"), self.names)
         checked = self._checked(dropped)
+        taps = tuple(n for n, tap in enumerate(self.taps) if self._is_moved(tap.value))
         slots = tuple(self._slot(n, saved, needs[n], n in checked) for n, saved in enumerate(dropped))
         return Program(
             find=self.names["find"],
             collect=self.names["collect"],
             spread=self.names["spread"],
             hook=self.names["hook"],
+            move=self.names["move"],
+            moved=tuple(self._moved_slot(saved) for saved in moved),
+            moved_taps=taps,
+            send_order=self._send_order(moved, taps),
             slots=slots,
             probes=tuple(probe(s.shape, self.device) if s.checked else () for s in slots),
             checked=tuple(sorted(checked)),
@@ -211,6 +220,30 @@ class _Compiler:
         if node not in self.nodes:
             self.nodes.append(node)
         return self.nodes.index(node)
+
+    # -- what goes to the host
+
+    def _is_moved(self, value: int) -> bool:
+        return self.graph.values[value].storage in self.moved
+
+    def _moved_slots(self) -> list[Saved]:
+        """Saved tensors whose storages go to the host."""
+        found = [saved for saved in self.graph.saved if self._is_moved(saved.value)]
+        for saved in found:
+            if not self.graph.values[saved.value].held:
+                raise CaptureError(
+                    f"{saved.attribute} of node {saved.node} was written to after it was saved"
+                )
+        return found
+
+    def _moved_slot(self, saved: Saved) -> MovedSlot:
+        meta = self.graph.values[saved.value]
+        label = f"{saved.attribute} {list(meta.shape)} {meta.dtype}"
+        return MovedSlot(meta.shape, meta.stride, getattr(torch, meta.dtype), label)
+
+    def _send_order(self, moved: list[Saved], taps: tuple[int, ...]) -> tuple[int, ...]:
+        values = [*(saved.value for saved in moved), *(self.taps[tap].value for tap in taps)]
+        return tuple(sorted(range(len(values)), key=lambda place: self.graph.values[values[place]].storage))
 
     # -- what is computed, and how long it lives
 
@@ -371,7 +404,9 @@ class _Compiler:
         if meta.free and meta.parameter:
             return f"s[{self._tap(base, None)}]"
         reach = self._reachable(base)
-        return f"g{base}(s, m)" if reach is None else f"s[{self._tap(*reach)}]"
+        if reach is None:
+            return f"g{base}(s, m)"
+        return f"s[{self._tap(*reach)}]{'.get()' if self._is_moved(reach[0]) else ''}"
 
     def _expression(self, value: int) -> str:
         text, at = self._source(value), self._holder(value)
@@ -478,9 +513,9 @@ class _Compiler:
                 pending.extend(self.graph.ops[self._op_of(current)].inputs)
         return tuple(sorted(taps))
 
-    def _emit_hook(self, dropped: list[Saved]) -> None:
-        self.lines.append("def hook(n, h, unpack):")
-        for number, saved in enumerate(dropped):
+    def _emit_hook(self, name: str, replaced: list[Saved]) -> None:
+        self.lines += [f"def {name}(n, h, unpack):", "    pass"]
+        for number, saved in enumerate(replaced):
             item = "" if saved.item < 0 else f"[{saved.item}]"
             node = f"n[{self._node(saved.node)}]"
             self.lines.append(f"    {node}.{saved.attribute}{item}.register_hooks(h[{number}].pack, unpack)")
@@ -536,7 +571,7 @@ class _Compiler:
             "[" + ", ".join(f"s[{tap}]" if tap in wanted else "None" for tap in range(len(self.taps))) + "]"
             for wanted in needs
         ]
-        self.lines.append(f"    return ({', '.join(rows)},)")
+        self.lines.append(f"    return ({''.join(f'{row}, ' for row in rows)})")
 
     def _emit_find(self) -> None:
         """Every node of the graph is visited and its name compared, also where nothing is dropped."""
@@ -560,7 +595,7 @@ class _Compiler:
             stride=meta.stride,
             dtype=getattr(torch, meta.dtype),
             checked=checked,
-            needs=needs,
+            needs=tuple(tap for tap in needs if not self._is_moved(self.taps[tap].value)),
             rebuild=self.names[f"u{number}"],
             label=f"{op.name} {list(meta.shape)} {meta.dtype}",
             source=op.source,

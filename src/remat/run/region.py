@@ -23,6 +23,8 @@ from remat.records import Mode
 from remat.run.checkpoint import Options, needs_gradients, run_checkpointed
 from remat.run.compiled import CompiledBlock, saved_bytes
 from remat.run.holders import Counts, Frame, Holder, unpack
+from remat.run.moved import Moved, unmove
+from remat.run.offload import Engine
 from remat.run.program import Program
 from remat.run.replay import replaying
 from remat.run.same import same_bits
@@ -46,6 +48,7 @@ class Variant:
     resident_bytes: int = 0
     compiled: CompiledBlock | None = None
     gradient_gap: float = 0.0
+    host_bytes: int = 0
 
 
 # -------------------------------------------------------------------------------------------- the region
@@ -97,9 +100,13 @@ class PlannedRegion:
     owners: dict[int, Owners] = field(default_factory=dict)
     owner: str = "remat.apply"
     on_fallback: Callable[[str, str], None] | None = None  # told the region's name, and why
+    engine: Engine | None = None  # moves what goes to the host; without it that stays on the device
+    place: int = 0  # among the regions of one forward
 
     def __deepcopy__(self, memo: Any) -> PlannedRegion:
-        return PlannedRegion(*self._as_planned())
+        copy = PlannedRegion(*self._as_planned())
+        copy.engine, copy.place = self.engine, self.place
+        return copy
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PlannedRegion, self._as_planned()
@@ -218,31 +225,50 @@ class PlannedRegion:
             frame = Frame(self.name, self.counts, program, kept)
         except (AttributeError, IndexError, KeyError, TypeError, RuntimeError) as error:
             return f"the autograd graph is not the one captured ({type(error).__name__}: {error})"
+        moved: list[Moved] = []
+        if program.send_order and self.engine is not None:
+            moved = [Moved(self.name) for _ in program.moved]
+        taps = [Moved(self.name, kept[tap]) for tap in program.moved_taps]
+        if taps:
+            kept = _with_taps(kept, program.moved_taps, taps)
         holders = [
             Holder(frame, place, slot, sources)
             for place, (slot, sources) in enumerate(zip(program.slots, program.spread(kept), strict=True))
         ]
-        problem = self._hook(program, nodes, holders)
+        for tap in taps:
+            tap.keep()
+        problem = self._hook(program, nodes, holders, moved)
         if problem:
             for holder in holders:
                 holder.keep()
+            for one in moved:
+                one.keep()
             return problem
-        if self.check:
+        if self.check and program.checked:
             frame.check = self._spot_check(program, holders)
         for holder in holders:
             holder.tensor = None
+        if self.engine is not None and program.send_order:
+            group, together = self.engine.group(self.place), (*moved, *taps)
+            for number in program.send_order:
+                together[number].send(group)
         return ""
 
-    def _hook(self, program: Program, nodes: Any, holders: list[Holder]) -> str:
+    def _hook(self, program: Program, nodes: Any, holders: list[Holder], moved: list[Moved]) -> str:
         """Put the holders in, each with its tensor, and look at every one. Returns what is wrong."""
         try:
             program.hook(nodes, holders, unpack)
+            if moved:
+                program.move(nodes, moved, unmove)
         except (AttributeError, IndexError, TypeError, RuntimeError) as error:
             return f"a saved tensor cannot be replaced ({type(error).__name__}: {error})"
         for holder in holders:
             if not holder.is_as_captured():
                 return f"{holder.slot.label} ({holder.slot.source}) has another shape, stride or dtype now"
-        return self._shadow(holders) if self.shadow else ""
+        for slot, one in zip(program.moved, moved, strict=bool(moved)):
+            if not one.is_as_captured(slot):
+                return f"{slot.label} has another shape, stride or dtype now"
+        return self._shadow(holders) if self.shadow and holders else ""
 
     def _parameters(self, program: Program, module: nn.Module) -> list[Any]:
         """Looked up at every call: FSDP swaps them, functional_call replaces them. Where is remembered."""
@@ -323,4 +349,13 @@ class PlannedRegion:
             saved_bytes_after=sum(v.resident_bytes for v in sizes) if sizes else None,
             fallbacks=self.counts.fallbacks,
             why=self.counts.why,
+            host_bytes=sum(v.host_bytes for v in self.variants.values()),
         )
+
+
+def _with_taps(kept: tuple[Any, ...], places: tuple[int, ...], taps: list[Moved]) -> tuple[Any, ...]:
+    """The kept tensors, those of offloaded storages in a form that can be sent away."""
+    found = list(kept)
+    for place, tap in zip(places, taps, strict=True):
+        found[place] = tap
+    return tuple(found)

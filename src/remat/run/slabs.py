@@ -18,7 +18,7 @@ from remat.errors import HostMemoryError
 from remat.run.link import Mark
 from remat.units import format_bytes
 
-__all__ = ["SLAB_BYTES", "Extent", "Slabs"]
+__all__ = ["SLAB_BYTES", "Extent", "Slabs", "aligned"]
 
 SLAB_BYTES = 64 * 2**20
 _ALIGNMENT = 512  # what copy engines like; extents stay a multiple of it apart
@@ -66,7 +66,7 @@ class Slab:
         return len(self.gaps) == 1 and self.gaps[0].nbytes == self.memory.nbytes
 
     def take(self, nbytes: int) -> Extent | None:
-        size = _aligned(nbytes)
+        size = aligned(nbytes)
         for place, gap in enumerate(self.gaps):
             if gap.nbytes < size:
                 continue
@@ -76,7 +76,7 @@ class Slab:
         return None
 
     def give(self, extent: Extent, read_until: Mark | None) -> None:
-        new = Gap(extent.offset, _aligned(extent.nbytes), _later(extent.read_until, read_until))
+        new = Gap(extent.offset, aligned(extent.nbytes), _later(extent.read_until, read_until))
         place = bisect_left(self.gaps, new.offset, key=lambda gap: gap.offset)
         first = last = place
         if place > 0 and self.gaps[place - 1].end == new.offset:
@@ -107,7 +107,7 @@ class Slabs:
     closed: bool = False
     slabs: list[Slab] = field(default_factory=list)
 
-    def reserve(self, nbytes: int) -> None:
+    def reserve(self, nbytes: int, *, exactly: bool = False) -> None:
         """Have at least this much, in one new slab if more is needed; HostMemoryError: it cannot be had."""
         missing = nbytes - self.total_bytes
         if missing <= 0:
@@ -118,12 +118,12 @@ class Slabs:
                 f"{format_bytes(self.limit_bytes)}; offload {format_bytes(nbytes - self.limit_bytes)} less, "
                 "or raise the limit"
             )
-        self._grow(missing)
+        self._grow(missing, exactly=exactly)
 
     def take(self, nbytes: int) -> Extent | None:
         """Memory for `nbytes`; None when the limit or the system says no."""
         extent = self._fit(nbytes)
-        if extent is None and not self.closed and _aligned(nbytes) <= self.limit_bytes - self.total_bytes:
+        if extent is None and not self.closed and aligned(nbytes) <= self.limit_bytes - self.total_bytes:
             with suppress(HostMemoryError):
                 self._grow(nbytes)
                 extent = self._fit(nbytes)
@@ -154,8 +154,9 @@ class Slabs:
             return None
         return next((extent for slab in self.slabs if (extent := slab.take(nbytes)) is not None), None)
 
-    def _grow(self, nbytes: int) -> None:
-        wanted = -(-_aligned(nbytes) // self.slab_bytes) * self.slab_bytes
+    def _grow(self, nbytes: int, *, exactly: bool = False) -> None:
+        step = _ALIGNMENT if exactly else self.slab_bytes
+        wanted = -(-aligned(nbytes) // step) * step
         size = min(wanted, self.limit_bytes - self.total_bytes)  # the last slab may be a smaller one
         try:
             memory = self.allocate(size)
@@ -177,7 +178,8 @@ class Slabs:
         self.release(slab.memory)
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """What an extent of so many bytes takes."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 

@@ -42,6 +42,7 @@ class RegionStatus:
     saved_bytes_after: int | None = None
     fallbacks: int = 0
     why: str = ""
+    host_bytes: int = 0  # of what autograd held, how much waits on the host
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -1,0 +1,72 @@
+"""The link to the host, as profiling sees it: its rates, how much a region can send behind compute, and the
+engines that menu entries are measured with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from remat.errors import HostMemoryError
+from remat.records import LinkRates
+from remat.run.hostmem import available_host_bytes
+from remat.run.link import FreeLink
+from remat.run.offload import HOST_SHARE, Engine
+
+__all__ = ["Hosting", "hosting", "link_levels", "settling"]
+
+_EVERYTHING = 1 << 60  # a limit that never binds: a region alone is measured without back-pressure
+_SIMULATED_BYTES = 2**20  # copied to calibrate a simulated link
+_WINDOWS = (1.0, 0.5)  # shares of what a region can send behind compute
+
+
+@dataclass(frozen=True)
+class Hosting:
+    """What it takes to measure entries that offload. `engine` moves bytes; `free` only times the rest."""
+
+    rates: LinkRates
+    host_limit_bytes: int
+    engine: Engine
+    free: Engine
+
+
+@contextmanager
+def hosting(device: torch.device) -> Iterator[Hosting]:
+    """Calibrate the link and have engines for a while. HostMemoryError: no host memory can be had."""
+    limit = int(available_host_bytes() * HOST_SHARE)
+    engine = Engine(device, in_flight_limit_bytes=_EVERYTHING, host_limit_bytes=limit)
+    free = Engine(device, in_flight_limit_bytes=_EVERYTHING, link=FreeLink(device), host_limit_bytes=limit)
+    try:
+        try:
+            link = engine.link
+            rates = link.calibrate() if device.type == "cuda" else link.calibrate(_SIMULATED_BYTES, 1)
+        except (RuntimeError, MemoryError, OSError) as error:
+            raise HostMemoryError(f"the link to the host cannot be measured: {error}") from error
+        yield Hosting(rates, limit, engine, free)
+    finally:
+        engine.close()
+        free.close()
+
+
+def link_levels(
+    rates: LinkRates, forward_seconds: float, backward_seconds: float, saved_bytes: int
+) -> tuple[int, ...]:
+    """How many bytes a region may send: what its own seconds hide, out during forward and back during
+    backward, and about half of that; never more than it has."""
+    hidden = min(rates.d2h_bytes_per_second * forward_seconds, rates.h2d_bytes_per_second * backward_seconds)
+    amounts = (min(int(hidden * share), saved_bytes) for share in _WINDOWS)
+    return tuple(dict.fromkeys(amount for amount in amounts if amount > 0))
+
+
+def settling(call: Callable[..., Any], engine: Engine) -> Callable[..., Any]:
+    """The call, with everything that it sent gone from the device when it returns."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        output = call(*args, **kwargs)
+        engine.settle()
+        return output
+
+    return run

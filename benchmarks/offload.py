@@ -1,0 +1,349 @@
+"""Plans with everything allowed (keep, recompute, offload, chunk) at small shares of the activation peak.
+
+    PYTHONPATH=src python benchmarks/offload.py --out benchmarks/results/offload.json
+
+One process, one run. The Llama shape of recipes.py; every method in every round, in shuffled order, the time
+being the median of CUDA events. For each share: predicted and measured peak and time, the same plan with a
+link that takes no time (nothing is copied; only for timing), gradients against the plain step's own noise,
+pinned bytes against the plan's. Then a plan that offloads in every region what fits the window, with and
+without a free link. Peer: torch's save_on_cpu. Last, many steps of random shapes on a small model: neither
+device nor pinned memory may grow. The result is written after each part. Without accelerator it runs small
+shapes against the simulated link, so that it cannot rot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from recipes import CUDA, DEVICE, SHAPES, Shape, build, peak_of, race
+from torch.autograd.graph import save_on_cpu
+
+import remat
+from remat.planner.link import host_bytes, window_bytes
+from remat.planner.schedule import make_plan, with_chunks
+from remat.planner.simulate import simulate
+from remat.records import Action, Plan, Profile
+from remat.run.link import FreeLink
+from remat.run.offload import Engine
+
+ALL = [Action.KEEP, Action.RECOMPUTE, Action.OFFLOAD, Action.CHUNK]
+EXACT = ALL[:3]
+SHARES = (0.50, 0.25, 0.10, 0.07)
+SMALL = Shape(4, 256, 688, 4, 512, 4, 256) if CUDA else Shape(3, 32, 88, 4, 64, 2, 16)
+Result = dict[str, Any]
+
+
+class Out:
+    """The result so far, on disk after each part."""
+
+    def __init__(self, path: str | None) -> None:
+        self.path = path
+        self.result: Result = {
+            "date": date.today().isoformat(),
+            "torch": torch.__version__,
+            "device": torch.cuda.get_device_name() if CUDA else "cpu (simulated link)",
+        }
+        self.begin = time.perf_counter()
+
+    def put(self, name: str, content: Any) -> None:
+        self.result[name] = content
+        self.result["seconds"] = time.perf_counter() - self.begin
+        if self.path:
+            Path(self.path).parent.mkdir(parents=True, exist_ok=True)
+            Path(self.path).write_text(json.dumps(self.result, indent=1))
+
+
+# ------------------------------------------------------------------------------------------------- plans
+
+
+def plans_of(profile: Profile, plain_peak: int) -> dict[str, Plan]:
+    """One plan per share of the measured activation peak (above parameters and gradients)."""
+    resident = profile.step.resident + profile.step.gradients
+    found: dict[str, Plan] = {}
+    for share in SHARES:
+        begin = time.perf_counter()
+        try:
+            plan = remat.plan(profile, resident + int(share * plain_peak), allow=ALL)
+        except remat.BudgetError as error:
+            print(f"{share}: {error}", flush=True)
+            plan = remat.plan(profile, error.needed, allow=ALL)
+        found[f"remat {share}"] = plan
+        seconds = time.perf_counter() - begin
+        print(f"remat {share}: planned in {seconds:.1f} s, {_shape_of(plan)}", flush=True)
+    return found
+
+
+def window_plan(profile: Profile) -> Plan:
+    """Every region sends as much as an entry without recomputation can: what fits the link's window."""
+    chunks = with_chunks(profile)
+    profile = profile if chunks is None else chunks
+    choices = []
+    for call in profile.calls:
+        menu = profile.kinds[call.kind].menu
+        most = max(entry.host_bytes for entry in menu)
+        fastest = [i for i, e in enumerate(menu) if e.host_bytes >= 0.9 * most]
+        choices.append(min(fastest, key=lambda i: menu[i].extra_seconds, default=0) if most else 0)
+    return make_plan(profile, choices, 1 << 62, strategy="window", allow=ALL)
+
+
+def _shape_of(plan: Plan) -> str:
+    use = simulate(plan.profile, plan.choices).link
+    ways: dict[str, int] = {}
+    for call in range(len(plan.choices)):
+        entry = plan.entry(call)
+        name = f"{entry.mode.value}{'+host' if entry.host_bytes else ''}"
+        ways[name] = ways.get(name, 0) + 1
+    waited = 0.0 if use is None else use.waited_seconds
+    sent = host_bytes(plan.profile, plan.choices)
+    return f"{ways}, head in chunks: {plan.profile.chunked}, host {sent / 1e9:.2f} GB, waits {waited:.4f} s"
+
+
+class Planned:
+    """Puts plans on the model, and remembers what their engines counted."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.seen: dict[str, Result] = {}
+
+    @contextmanager
+    def with_link(self, label: str, plan: Plan) -> Iterator[None]:
+        with remat.apply(self.model, plan) as handle:
+            yield
+            row = {"fallbacks": sum(region.counts.fallbacks for region in handle.regions)}
+            if handle.engine is not None:
+                counts = handle.engine.counts
+                row |= {
+                    "planned_host_bytes": host_bytes(plan.profile, plan.choices),
+                    "peak_host_bytes": counts.peak_used_bytes,
+                    "pinned_bytes": counts.pinned_bytes,
+                    "peak_in_flight_bytes": counts.peak_in_flight_bytes,
+                    "peak_ahead_bytes": counts.peak_inbound_bytes,
+                    "window_bytes": window_bytes(plan.profile, plan.choices),
+                    "late_fetches": counts.late_fetches,
+                    "prefetch_hits": counts.prefetch_hits,
+                    "direct_hits": counts.direct_hits,
+                    "kept_bytes": counts.kept_bytes,
+                }
+            self.seen[label] = row
+        if handle.engine is not None:
+            self.seen[label]["pinned_bytes_after_remove"] = handle.engine.counts.pinned_bytes
+
+    @contextmanager
+    def with_free_link(self, plan: Plan) -> Iterator[None]:
+        with remat.apply(self.model, plan) as handle:
+            limit = window_bytes(plan.profile, plan.choices)
+            engine = Engine(DEVICE, in_flight_limit_bytes=limit, link=FreeLink(DEVICE))
+            for region in handle.regions:
+                region.engine = engine
+            yield
+            engine.close()
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+# ------------------------------------------------------------------------------------------------- gradients
+
+
+def gradients(model: torch.nn.Module, batch: Any, context: Callable[[], Any]) -> dict[str, torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    with context():
+        model(**batch).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> Result:
+    """Bits, and the largest relative difference of any parameter's gradient."""
+    assert a.keys() == b.keys()
+    equal = all(torch.equal(a[name], b[name]) for name in a)
+    worst = 0.0
+    for name in a:
+        scale = float(a[name].float().norm())
+        worst = max(worst, float((a[name].float() - b[name].float()).norm()) / max(scale, 1e-30))
+    return {"bit_equal": equal, "worst_relative": worst}
+
+
+def compare_gradients(model: torch.nn.Module, batch: Any, plans: dict[str, Plan], planned: Planned) -> Result:
+    """The exact part of each plan (its head as it is) against the plain step, and that against itself."""
+    plain = gradients(model, batch, _nothing)
+    rows = {"plain, again": difference(plain, gradients(model, batch, _nothing))}
+    for label, plan in plans.items():
+        found = gradients(model, batch, partial(planned.with_link, f"{label} (gradients)", plan))
+        rows[label] = difference(plain, found)
+        del found
+        print(f"gradients, {label}: {rows[label]}; plain again {rows['plain, again']}", flush=True)
+    model.zero_grad(set_to_none=True)
+    return rows
+
+
+# ---------------------------------------------------------------------------------------------------- race
+
+
+def llama(name: str, rounds: int, out: Out) -> None:
+    model, batch = build(SHAPES[name])
+    with torch.no_grad():
+        model(**batch)
+    begin = time.perf_counter()
+    profile = remat.profile(model, batch, accumulate=True, allow=ALL)
+    seconds = time.perf_counter() - begin
+    out.put("profile", {
+        "seconds": seconds,
+        "link": vars(profile.link) if profile.link else None,
+        "menu": [len(kind.menu) for kind in profile.kinds],
+        "window_bytes": max(e.host_bytes for kind in profile.kinds for e in kind.menu),
+        "notes": profile.notes,
+    })  # fmt: skip
+    print(f"{name}: profile {seconds:.1f} s, {out.result['profile']}", flush=True)
+    if out.path:
+        profile.save(Path(out.path).with_name(f"profile-offload-{name}.json"))
+
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def step() -> None:
+        model(**batch).loss.backward()
+
+    step()
+    plain_peak = peak_of(step)
+    plans = plans_of(profile, plain_peak)
+    window = window_plan(profile)
+    planned = Planned(model)
+    methods: dict[str, Callable[[], Any]] = {"plain": _nothing}
+    for label, plan in plans.items():
+        methods[label] = partial(planned.with_link, label, plan)
+        if host_bytes(plan.profile, plan.choices):
+            methods[f"{label}, free link"] = partial(planned.with_free_link, plan)
+    methods["window"] = partial(planned.with_link, "window", window)
+    methods["window, free link"] = partial(planned.with_free_link, window)
+    rows = race(methods, step, rounds, 3)
+    rows |= peer(step, rows["plain"])
+    resident = profile.step.resident + profile.step.gradients
+    for label, row in rows.items():
+        plan = plans.get(label) or (window if label == "window" else None)
+        if plan is not None:
+            row |= {
+                "predicted_time": plan.predicted_seconds / plan.plain_seconds,
+                "predicted_peak_ratio": (plan.predicted_peak_bytes - resident) / row["peak"],
+                "of_plan": _shape_of(plan),
+                **planned.seen.get(label, {}),
+            }
+            free = rows.get(f"{label}, free link")
+            if free is not None:
+                row["over_free_link"] = row["seconds"] / free["seconds"]
+        print(f"{name:<12}{label:<26}{row['time']:.3f}x  peak {row['share']:.3f}  {_details(row)}", flush=True)
+    out.put("rows", rows)
+    exact = {label: unchunked(profile, plan, resident, plain_peak) for label, plan in plans.items()}
+    out.put("gradients", compare_gradients(model, batch, exact, planned))
+
+
+def unchunked(profile: Profile, plan: Plan, resident: int, plain_peak: int) -> Plan:
+    """The same choices with the head as it is: what is left is exact to the bit."""
+    whole = replace(profile, head=None)
+    return make_plan(whole, plan.choices, resident + 2 * plain_peak, strategy=plan.strategy, allow=EXACT)
+
+
+def peer(step: Callable[[], None], plain: Result) -> Result:
+    """It takes six times as long: once is enough."""
+    with save_on_cpu(pin_memory=CUDA):
+        step()
+        peak = peak_of(step)
+        begin = time.perf_counter()
+        step()
+        if CUDA:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - begin
+    share = peak / plain["peak"]
+    return {"save_on_cpu": {"seconds": seconds, "time": seconds / plain["seconds"], "peak": peak, "share": share}}
+
+
+def _details(row: Result) -> str:
+    if "predicted_time" not in row:
+        return ""
+    over = f", {row['over_free_link']:.4f} of free link" if "over_free_link" in row else ""
+    host = ""
+    if "pinned_bytes" in row:
+        host = (
+            f", host {row['peak_host_bytes'] / 1e9:.3f} GB of {row['planned_host_bytes'] / 1e9:.3f} planned, "
+            f"pinned {row['pinned_bytes'] / 1e9:.3f}, late {row['late_fetches']}"
+        )
+    return (
+        f"predicted {row['predicted_time']:.3f}x, predicted/measured peak {row['predicted_peak_ratio']:.4f}"
+        f"{over}{host}, fallbacks {row['fallbacks']}"
+    )
+
+
+# --------------------------------------------------------------------------------------------------- leaks
+
+
+def leaks(steps: int, out: Out) -> None:
+    """Steps of random shapes, one plan per shape, all on one model in turn: nothing may pile up."""
+    model, _ = build(SMALL)
+    order = random.Random(0)
+    shapes = [(batch, SMALL.sequence // part) for batch in (1, SMALL.batch) for part in (1, 2, 4)]
+    plans, batches = [], []
+    for rows, length in shapes:
+        ids = torch.randint(0, SMALL.vocab, (rows, length), device=DEVICE)
+        batches.append({"input_ids": ids, "labels": ids})
+        profile = remat.profile(model, batches[-1], allow=EXACT)
+        plans.append(window_plan(profile))
+    levels, done = [], 0
+    while done < steps:
+        which = order.randrange(len(plans))
+        with remat.apply(model, plans[which]) as handle:
+            for _ in range(min(20, steps - done)):
+                index = order.randrange(len(batches))  # mostly shapes that were not planned: they recompute
+                loss = model(**batches[which if order.random() < 0.7 else index]).loss
+                if order.random() < 0.9:  # some forwards are never backwarded
+                    loss.backward()
+                del loss
+                model.zero_grad(set_to_none=True)
+                done += 1
+            used = 0 if handle.engine is None else handle.engine.counts.used_bytes
+        pinned = 0 if handle.engine is None else handle.engine.counts.pinned_bytes
+        if done % 200 == 0 or done >= steps:
+            gc.collect()
+            levels.append((done, torch.cuda.memory_allocated() if CUDA else 0, used, pinned))
+    out.put("leaks", {
+        "steps": done,
+        "columns": ["step", "allocated_bytes", "host_bytes_in_use", "pinned_bytes_after_remove"],
+        "levels": levels,
+        "grew_bytes": levels[-1][1] - levels[min(1, len(levels) - 1)][1],
+    })  # fmt: skip
+    print(f"leaks: {done} steps, {levels}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=2000 if CUDA else 60)
+    parser.add_argument("--shape", default="llama-1.3b" if CUDA else "tiny", choices=list(SHAPES))
+    parser.add_argument("--only", default="llama,leaks")
+    options = parser.parse_args()
+    out = Out(options.out)
+    if "llama" in options.only:
+        llama(options.shape, options.rounds, out)
+        gc.collect()
+        if CUDA:
+            torch.cuda.empty_cache()
+    if "leaks" in options.only:
+        leaks(options.steps, out)
+    print(f"done in {out.result['seconds']:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

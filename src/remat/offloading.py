@@ -1,4 +1,4 @@
-"""A plan's engine: the host memory that it takes, or the same budget without the host where that is refused."""
+"""A plan's engine with the host memory that it takes; where that is refused, the same budget without it."""
 
 from __future__ import annotations
 

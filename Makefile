@@ -8,7 +8,7 @@ WORKERS ?= 2
 STAMP := .venv/.installed
 BIN := .venv/bin
 
-.PHONY: demo test test-all lint types browser clean
+.PHONY: demo test test-all lint types docs browser clean
 
 demo: $(STAMP)
 	$(BIN)/remat demo
@@ -21,6 +21,10 @@ test: $(STAMP) browser
 
 test-all: $(STAMP) browser
 	$(BIN)/pytest -n $(WORKERS)
+
+# The site, in site/; a broken link or reference is an error.
+docs: $(STAMP)
+	$(BIN)/mkdocs build --strict
 
 # The tests of the HTML report open it in Chromium.
 browser:

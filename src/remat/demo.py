@@ -27,13 +27,13 @@ __all__ = ["GPT", "Config", "Row", "compare_ways", "demo"]
 
 @dataclass(frozen=True)
 class Config:
-    """About 10 million parameters; bytes are the vocabulary."""
+    """About 5 million parameters; bytes are the vocabulary."""
 
     vocabulary: int = 256
-    width: int = 320
-    heads: int = 5
-    layers: int = 8
-    context: int = 256
+    width: int = 256
+    heads: int = 4
+    layers: int = 6
+    context: int = 128
     batch: int = 4
     dropout: float = 0.1
     steps: int = 6

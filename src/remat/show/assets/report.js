@@ -163,7 +163,7 @@ function memoryOption() {
   }));
   series[series.length - 1].markPoint = {
     symbol: "circle", symbolSize: 9, z: 6, itemStyle: { color: colour("ink"), borderColor: colour("panel"), borderWidth: 2 },
-    label: { show: true, position: peak > points.length * 0.6 ? "left" : "right", distance: 8, color: colour("ink"), fontSize: 12, fontWeight: 600,
+    label: { show: true, position: "top", distance: 8, color: colour("ink"), fontSize: 12, fontWeight: 600,
       formatter: `peak ${bytes(facts.predicted_peak_bytes)}`, textBorderColor: colour("panel"), textBorderWidth: 3 },
     data: [{ coord: [peak, points[peak].peak_bytes] }],
   };
@@ -183,8 +183,10 @@ function memoryOption() {
       data: phases.filter((p) => p.end > p.start).map((p) => [{ xAxis: p.start, name: p.phase }, { xAxis: p.end }]),
     },
   });
+  const faint = { color: colour("plain"), borderColor: colour("plain-line"), borderWidth: 1, borderType: "dashed" };
   return {
     ...option,
+    legend: { ...option.legend, data: series.map(({ name }, index) => (index ? { name } : { name, itemStyle: faint })) },
     tooltip: { ...option.tooltip, trigger: "axis", axisPointer: { lineStyle: { color: colour("ink"), opacity: 0.5 } },
       formatter: ([first]) => { const { title, rows, note } = alive(first.dataIndex); return tip(title, rows, note); } },
     xAxis: stepAxis(axis),

@@ -241,6 +241,9 @@ BAD = {
     "an unknown dtype": (["plan", "{f}/job.py:build", "--budget", "1GiB", "--dtype", "int8"], "bfloat16"),
     "an unknown optimizer": (["plan", "{f}/job.py:build", "--budget", "1GiB", "--optimizer", "adan"], "adam"),
     "an unknown action": (["plan", "{f}/job.py:build", "--budget", "1GiB", "--allow", "forget"], "recompute"),
+    "compile, estimated": (
+        ["plan", "{f}/job.py:build", "--budget", "1GiB", "--device", "t4", "--compile"], "leave out --device"
+    ),
     "no folder": (["plan", "{f}/job.py:build", "--budget", "1GiB", "--out", "{f}/no/p.json"], "no folder"),
     "not an html name": (["plan", "{f}/job.py:build", "--budget", "1GiB", "--html", "p.pdf"], "in .html"),
     "explain: no file": (["explain", "{f}/none.json"], "there is no file .*none.json; make one with"),

@@ -37,6 +37,7 @@ Dtype = Annotated[
     str | None,
     typer.Option(metavar="DTYPE", help="Cast the model first: bfloat16, float16, ...", show_default=False),
 ]
+Compile = Annotated[bool, typer.Option("--compile", help="Run blocks through torch.compile, planned.")]
 Optimizer = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="Count the state of this torch optimizer: adamw.", show_default=False),
@@ -96,6 +97,7 @@ def plan(
     optimizer: Optimizer = None,
     accumulate: Annotated[bool, typer.Option(help="Gradients stay between micro-steps.")] = False,
     allow: Allow = "keep,recompute",
+    compiled: Compile = False,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Save the plan as JSON.", show_default=False)
     ] = None,
@@ -122,12 +124,16 @@ def plan(
         from remat.devices import device as known
 
         known(device)
+        if compiled:
+            raise InputError(
+                "--compile compiles and measures, so it needs the device itself; leave out --device"
+            )
     from remat.jobs import load_job
 
     job = load_job(what, dtype=dtype, optimizer=optimizer)
     options: dict[str, Any] = {"accumulate": accumulate}
     if device is None:
-        options["allow"] = actions
+        options |= {"allow": actions, "compile": compiled or None}
     made = remat.plan(job.profile(device, **options), budget, activations=activations, allow=actions)
     report = made.report()
     if out is not None:
@@ -244,6 +250,7 @@ def bench(
     dtype: Dtype = None,
     optimizer: Optimizer = None,
     allow: Allow = "keep,recompute",
+    compiled: Compile = False,
     repeats: Annotated[int, typer.Option(min=1, help="Timed steps per way; the median counts.")] = 5,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -264,6 +271,7 @@ def bench(
             budgets=budget or (),
             activations=activations or (),
             allow=actions,
+            compile=compiled or None,
             repeats=repeats,
             progress=progress,
         )

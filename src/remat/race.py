@@ -46,6 +46,7 @@ def race(
     budgets: Sequence[str | int] = (),
     activations: Sequence[float] = (),
     allow: Sequence[str] = ("keep", "recompute"),
+    compile: bool | str | None = None,
     repeats: int = 5,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> list[Lap]:
@@ -57,9 +58,13 @@ def race(
 
     def fitted(**limit: Any) -> Way:
         def prepare(undo: ExitStack) -> remat.Handle:
-            return undo.enter_context(
-                remat.fit(model, batch, loss=made.loss, optimizer=made.optimizer, allow=allow, **limit)
-            )
+            options: dict[str, Any] = {
+                "loss": made.loss,
+                "optimizer": made.optimizer,
+                "allow": allow,
+                "compile": compile,
+            }
+            return undo.enter_context(remat.fit(model, batch, **options, **limit))
 
         return prepare
 

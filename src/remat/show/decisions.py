@@ -65,8 +65,8 @@ class RegionRow:
 
 
 def way(entry: Entry) -> str:
-    """'keep', 'full', or 'recipe/9': a recipe that drops nine saved tensors."""
-    if entry.recipe is not None:
+    """'keep', 'full', 'compiled', or 'recipe/9': a recipe that drops nine saved tensors."""
+    if entry.mode is Mode.RECIPE and entry.recipe is not None:
         return f"{entry.mode.value}/{len(entry.recipe.dropped)}"
     return entry.mode.value
 
@@ -115,6 +115,8 @@ def _region_reason(kind: Kind, entry: Entry) -> str:
         why = f" (no recipes: {kind.note})" if kind.note else ""
         return f"{price}: runs again as a whole{why}"
     assert entry.recipe is not None
+    if entry.mode is Mode.COMPILED:
+        return f"{price}: one compiled graph, which computes {len(entry.recipe.dropped)} tensors again"
     parts = []
     if entry.recipe.dropped:
         tensors, operations = len(entry.recipe.dropped), len(entry.recipe.replayed)
@@ -218,6 +220,8 @@ def _decision(graph: RegionGraph, storage: int, entry: Entry) -> tuple[Action, s
         return Action.OFFLOAD, "waits on the host until backward"
     if storage in recipe.kept:
         return Action.KEEP, _why_tensor_kept(graph, storage)
+    if entry.mode is Mode.COMPILED:
+        return Action.RECOMPUTE, "computed again inside the compiled graph"
     return Action.RECOMPUTE, "rebuilt when backward asks for it"
 
 

@@ -64,7 +64,7 @@ class Report:
             _line(
                 "slowdown",
                 f"{plan.predicted_seconds / plan.plain_seconds:.3f}x" if plan.plain_seconds else "unknown",
-                f"{format_seconds(plan.predicted_seconds - plan.plain_seconds)} more per step, predicted",
+                f"{_difference(plan.predicted_seconds - plan.plain_seconds)} per step, predicted",
             ),
             _line("gradients", str(self.verification) if self.verification else "not verified", ""),
             "",
@@ -94,8 +94,9 @@ class Report:
         lines = [head + (f"{'on the host':>13}" if hosted else "") + f"{'extra each':>12}"]
         for row, count in grouped(rows):
             host = f"{format_bytes(row.offloaded_bytes):>13}" if hosted else ""
+            name = f"{count} x {row.tower or 'blocks'}"
             lines.append(
-                f"{f'{count} x {row.tower}':<34}{row.way:<12}{format_bytes(row.kept_bytes):>12}"
+                f"{name:<34}{row.way:<12}{format_bytes(row.kept_bytes):>12}"
                 f"{format_bytes(row.saved_bytes):>12}{host}{format_seconds(row.extra_seconds):>12}"
             )
         return lines
@@ -129,6 +130,10 @@ class Report:
 
 def _line(name: str, value: str, detail: str) -> str:
     return f"  {name:<12}{value:<14}{detail}".rstrip()
+
+
+def _difference(seconds: float) -> str:
+    return f"{format_seconds(abs(seconds))} {'less' if seconds < 0 else 'more'}"
 
 
 def _sparkline(timeline: Timeline) -> str:

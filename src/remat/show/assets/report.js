@@ -80,13 +80,13 @@ function cards() {
   const fits = facts.predicted_peak_bytes <= facts.budget_bytes;
   const saved = 1 - facts.predicted_peak_bytes / facts.plain_peak_bytes;
   const measured = facts.measured_peak_bytes === null ? "" : `, measured ${bytes(facts.measured_peak_bytes)}`;
-  const extra = seconds(facts.predicted_seconds - facts.plain_seconds);
+  const extra = facts.predicted_seconds - facts.plain_seconds;
   const slow = ratio === null ? "unknown" : `${ratio.toFixed(3)}×`;
   $("cards").append(
     card("Budget", bytes(facts.budget_bytes), fits ? "kept, by prediction" : "exceeded, by prediction", fits ? "" : "bad"),
     card("Peak", bytes(facts.predicted_peak_bytes), `predicted${measured}`),
     card("Memory saved", `${(100 * saved).toFixed(0)} %`, `the plain step peaks at ${bytes(facts.plain_peak_bytes)}`),
-    card("Time per step", slow, `${extra} more, predicted`),
+    card("Time per step", slow, `${seconds(Math.abs(extra))} ${extra < 0 ? "less" : "more"}, predicted`),
   );
   const bitwise = facts.verification !== null && facts.verification.startsWith("equal bit for bit");
   const word = facts.verification === null ? "Not run" : bitwise ? "Bit-equal" : facts.verified ? "Equal" : "Different";
@@ -206,7 +206,8 @@ function tradeOption() {
   const plain = { value: [facts.plain_peak_bytes, 1], row: { peak_bytes: facts.plain_peak_bytes, seconds: facts.plain_seconds } };
   const all = [...frontier, ...others.map(place), plan, plain, { value: [facts.budget_bytes, 1] }];
   const low = Math.min(...all.map((p) => p.value[0])), high = Math.max(...all.map((p) => p.value[0]));
-  const top = Math.max(...all.map((p) => p.value[1]));
+  const top = Math.max(...all.map((p) => p.value[1])), bottom = Math.min(...all.map((p) => p.value[1]));
+  const rise = Math.max(top - bottom, 0.01);
   const label = (text, position) => ({ show: true, position, distance: 8, formatter: text, color: colour("ink"), fontSize: 12,
     fontWeight: 600, textBorderColor: colour("panel"), textBorderWidth: 3 });
   const pad = Math.max(high - low, 1) * 0.07;
@@ -220,8 +221,8 @@ function tradeOption() {
     xAxis: { ...axis, type: "value", name: "peak of the step", nameLocation: "middle", nameGap: 32, nameTextStyle: { color: colour("quiet") },
       min: Math.max(0, Math.floor((low - pad) / step) * step), max: high + pad, interval: step,
       axisLabel: { ...axis.axisLabel, ...byteAxis(high).axisLabel, showMaxLabel: false, hideOverlap: true } },
-    yAxis: { ...axis, type: "value", name: narrow() ? "" : "time, plain step = 1", nameTextStyle: { color: colour("quiet"), align: "left" }, min: 1 - (top - 1) * 0.06 || 0.99, max: 1 + Math.max(top - 1, 0.01) * 1.12,
-      axisLabel: { ...axis.axisLabel, showMinLabel: false, showMaxLabel: false, formatter: (value) => `${value.toFixed(top - 1 < 0.1 ? 3 : 2)}×` } },
+    yAxis: { ...axis, type: "value", name: narrow() ? "" : "time, plain step = 1", nameTextStyle: { color: colour("quiet"), align: "left" }, min: bottom - 0.06 * rise, max: bottom + 1.12 * rise,
+      axisLabel: { ...axis.axisLabel, showMinLabel: false, showMaxLabel: false, formatter: (value) => `${value.toFixed(rise < 0.1 ? 3 : 2)}×` } },
     series: [
       { name: "best possible", type: "line", z: 3, color: colour("kept"), data: frontier, symbolSize: 6, lineStyle: { width: 2.5 },
         areaStyle: { opacity: 0.06, origin: "start" },

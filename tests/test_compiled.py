@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import copy
 import io
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +34,8 @@ from remat.planner.schedule import make_plan
 from remat.records import Mode, Plan, Role
 from remat.run import compiled
 from remat.run.compiled import decompiled, is_compiled, probe, saved_bytes
+from remat.trace.discover import find_blocks
+from remat.trace.fusion import compiled_share
 from remat.trace.joint import price_joint
 
 CPU = torch.device("cpu")
@@ -487,6 +493,50 @@ def test_decompiled_restores_after_an_error() -> None:
     assert is_compiled(layer)
 
 
+def _accelerate(model: Stack) -> Stack:
+    from accelerate.utils import compile_regions
+
+    return compile_regions(model, backend="aot_eager")
+
+
+def _diffusers(model: Stack) -> Stack:
+    from diffusers.models.modeling_utils import ModelMixin
+
+    model._repeated_blocks = ["Block"]
+    ModelMixin.compile_repeated_blocks(model, backend="aot_eager")
+    return model
+
+
+@pytest.mark.parametrize("library_compiles", [_accelerate, _diffusers])
+def test_blocks_that_a_library_compiled_are_recognised(library_compiles: Any) -> None:
+    model = library_compiles(stack().model)
+    blocks = [block for block in find_blocks(model) if is_compiled(block.module)]
+    assert [block.name for block in blocks] == ["layers.0", "layers.1", "layers.2"]
+
+
+# ------------------------------------------------------------------------------------------------ verify
+
+
+def test_verify_compares_with_the_same_compiled_blocks_without_a_plan() -> None:
+    case = stack(dropout=0.2)
+    plan = remat.plan(profile(case, case.model), activations=0.5)
+    result = remat.verify(case.model, case.batch, plan, loss=case.loss)
+    assert result.bitwise
+    assert "same compiled blocks" in str(result)
+
+
+def test_an_eager_report_says_that_compiling_would_be_faster(monkeypatch: Any) -> None:
+    case = stack()
+    for present in (True, False):
+        monkeypatch.setattr("remat.compiling.has_compiler", lambda device, present=present: present)
+        found = remat.profile(case.model, case.batch, loss=case.loss)
+        assert any(note.startswith("compile=True is predicted to take") for note in found.notes) is present
+    assert found.kinds[0].graph is not None
+    assert 0.3 < compiled_share(found.kinds[0].graph) < 0.95
+    products = [op for op in found.kinds[0].graph.ops if op.flops]
+    assert compiled_share(replace(found.kinds[0].graph, ops=tuple(products))) == 1.0
+
+
 # ------------------------------------------------------------------------------------------- chunked head
 
 
@@ -608,6 +658,37 @@ def test_inductor_dropout_is_that_of_the_same_compiled_block_without_a_plan() ->
     output = ours(block, block.forward, (x,), {})
     assert saved_bytes(block, (x,), output) == internal_bytes(joint.graph, smallest)
     assert internal_bytes(joint.graph, smallest) < 64  # a seed: no mask, nothing of the MLP
+
+
+_IN_ANOTHER_PROCESS = """
+import sys
+sys.path[:0] = {path!r}
+import torch, warnings
+warnings.simplefilter("ignore")
+from torch._dynamo.utils import counters
+from models import MlpBlock
+from remat.run.compiled import compiled_block
+torch.manual_seed(0)
+block, x = MlpBlock(16, 0.0).train(), torch.randn(8, 16, requires_grad=True)
+compiled_block("test", ["aten.addmm.default#0"])(block, block.forward, (x,), {{}}).sum().backward()
+print(sum(counters["aot_autograd"][name] for name in ("autograd_cache_hit", "autograd_cache_miss")),
+      counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"])
+"""
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_second_process_takes_compiled_code_from_the_cache(tmp_path: Any) -> None:
+    code = _IN_ANOTHER_PROCESS.format(path=[str(Path(__file__).parent), *sys.path])
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    hits = []
+    for _ in range(2):
+        ran = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+        )
+        hits.append(int(ran.stdout.split()[-1]))
+    assert hits[0] == 0
+    assert hits[1] > 0
 
 
 @needs_compiler

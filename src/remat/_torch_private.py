@@ -6,7 +6,10 @@ tests/test_torch_private.py pins what each one does, so that a new torch version
 from __future__ import annotations
 
 import functools
+import importlib.util
 import operator
+import os
+import shutil
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -30,6 +33,7 @@ __all__ = [
     "compiler_problem",
     "dispatch_modes",
     "flatten",
+    "has_compiler",
     "in_backward",
     "in_dispatch_mode",
     "in_functorch",
@@ -210,6 +214,13 @@ def compiler_problem(device_type: str, backend: str = "inductor") -> str:
     except Exception as error:  # no compiler, or a torch in which these are elsewhere
         return f"torch.compile cannot be used here: {type(error).__name__}: {str(error).splitlines()[0]}"
     return ""
+
+
+def has_compiler(device_type: str) -> bool:
+    """Whether torch.compile is likely to work, found out without importing it."""
+    if device_type == "cuda":
+        return importlib.util.find_spec("triton") is not None
+    return any(shutil.which(name) for name in (os.environ.get("CXX") or "g++", "g++", "clang++"))
 
 
 def compile_joint(

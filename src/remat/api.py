@@ -44,6 +44,9 @@ _PIECES_UNSEEN = 0.01  # the same where tensors come later that the confirming r
 _LACKING = 0.05  # of the budget, taken off when the device runs out of memory within it
 _SLACK = 0.03  # of the budget left unused, from which on a looser plan is tried
 _TRIES = 4  # plans that are measured before fit gives up on meeting a budget
+# Relative to a tensor's largest magnitude: with another saved set the compiler may fuse and round otherwise.
+_COMPILED_TOLERANCE = 1e-4
+_COMPILED_TOLERANCE_LOW = 0.05  # in half precision
 _ACTIONS = (Action.KEEP, Action.RECOMPUTE)
 
 
@@ -196,9 +199,35 @@ def verify(
     """
     run = (lambda model, batch: step()) if step is not None else None
     planned = None if plan is None else (lambda: apply(model, plan))
+    if plan is not None and any(plan.entry(call).mode is Mode.COMPILED for call in range(len(plan.choices))):
+        return _verify_compiled(
+            model, batch, plan, run or (lambda model, batch: run_step(model, batch, loss))
+        )
     # Inputs must not require gradients here: the regions were captured without.
     return check_verify.verify(
         model, batch, planned, loss=loss, run=run, inputs=plan is None and step is None
+    )
+
+
+def _verify_compiled(
+    model: nn.Module, batch: Any, plan: Plan, run: Callable[[nn.Module, Any], torch.Tensor]
+) -> Verification:
+    """Against the same compiled blocks with nothing planned: each with its largest saved set."""
+    choices = list(plan.choices)
+    for index, call in enumerate(plan.profile.calls):
+        menu = plan.profile.kinds[call.kind].menu
+        sets = [i for i, entry in enumerate(menu) if entry.mode is Mode.COMPILED]
+        choices[index] = max(sets, key=lambda i: menu[i].resident_bytes) if sets else 0
+    unplanned = replace(plan, choices=tuple(choices))
+    low = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
+    return check_verify.compare(
+        lambda: apply(model, unplanned),
+        lambda: apply(model, plan),
+        model,
+        batch,
+        run=run,
+        tolerance=_COMPILED_TOLERANCE_LOW if low else _COMPILED_TOLERANCE,
+        how="whole step, against the same compiled blocks without a plan",
     )
 
 

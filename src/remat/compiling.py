@@ -15,25 +15,28 @@ from typing import Any
 
 import torch
 
-from remat._torch_private import compiler_errors
+from remat._torch_private import compiler_errors, has_compiler
 from remat.check.bench import Bench, bench
 from remat.check.regions import GradientGap, gradient_gap, gradients_of
 from remat.errors import CaptureError
 from remat.planner.menu import finish, recipes
-from remat.records import Entry, Kind, Mode, Recipe, RegionGraph, Role
+from remat.records import Entry, Kind, Mode, Recipe, RegionCall, RegionGraph, Role
 from remat.run.checkpoint import Options, run_checkpointed
 from remat.run.compiled import CompiledBlock, block_for, probe, saved_bytes
 from remat.trace.capture import entry_copies
+from remat.trace.fusion import compiled_share
 from remat.trace.joint import Joint, price_joint
 from remat.trace.survey import Species, with_shared
-from remat.units import format_bytes
+from remat.units import format_bytes, format_seconds
 
-__all__ = ["compiled_kind"]
+__all__ = ["compile_hint", "compiled_kind"]
 
 Progress = Callable[[str], None]
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 MakeEntry = Callable[..., Entry]
 
+_WORTH_A_HINT = 0.05  # of the step's seconds, that compiling is predicted to save
+_FORWARDS = 3  # that forward and backward of a region take together
 _VARIANTS = 4  # saved sets that are compiled for one kind of block
 _MADE_INSIDE = (Role.INTERNAL, Role.OUTPUT)
 _LEVELS = 12  # shares of the joint graph's saved bytes that a saved set is sought for
@@ -285,3 +288,26 @@ def _seconds(joint: Joint, found: list[_Measured], plain: _Plain, device: torch.
 
 def _fused_seconds(graph: RegionGraph) -> float:
     return 4 * sum(op.seconds for op in graph.ops if not op.flops)
+
+
+# --------------------------------------------------------------------------------------------- the hint
+
+
+def compile_hint(
+    calls: Sequence[RegionCall], kinds: Sequence[Kind], step_seconds: float, device: torch.device
+) -> tuple[str, ...]:
+    """A sentence where compile=True is predicted to be faster, and a compiler is there to try it with."""
+    if not has_compiler(device.type):
+        return ()
+    regions = [_FORWARDS * kinds[call.kind].forward_seconds for call in calls]
+    shares = [1.0 if kind.graph is None else compiled_share(kind.graph) for kind in kinds]
+    gain = sum(seconds * (1 - shares[call.kind]) for call, seconds in zip(calls, regions, strict=True))
+    # Estimated prices say how much of a region's time is saved, and not how long it takes.
+    whole = max(sum(regions), step_seconds) if device.type == "cuda" else sum(regions)
+    compiled = step_seconds * (1 - gain / whole) if whole else step_seconds
+    if compiled > (1 - _WORTH_A_HINT) * step_seconds:
+        return ()
+    return (
+        f"compile=True is predicted to take {format_seconds(compiled)} per step, before anything is computed "
+        f"again, instead of {format_seconds(step_seconds)}: fused operations move fewer bytes",
+    )

@@ -93,6 +93,7 @@ class Row:
     measurement: Measurement
     losses: tuple[float, ...]
     verification: Verification | None  # None: this is the untouched step itself
+    hint: str = ""  # what the report says of compile=True
 
     def as_dict(self) -> dict[str, Any]:
         verified = self.verification
@@ -132,7 +133,7 @@ def _train(
     torch.manual_seed(config.seed)
     model = GPT(config).to(batches[0]["tokens"].device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    prepare(model, batches[0])
+    prepared = prepare(model, batches[0])
 
     def train(batch: dict[str, Tensor]) -> float:
         loss = model(**batch)
@@ -145,7 +146,12 @@ def _train(
     verification = None if name == "plain" else verify(model, batches[0])
     last = batches[-1]
     measurement = remat.measure(lambda: train(last), model=model, optimizer=optimizer, warmup=1, repeats=3)
-    return Row(name, measurement, losses, verification)
+    return Row(name, measurement, losses, verification, _hint(prepared))
+
+
+def _hint(prepared: object) -> str:
+    notes = prepared.plan.profile.notes if isinstance(prepared, remat.Handle) else ()
+    return next((note for note in notes if note.startswith("compile=True")), "")
 
 
 def _batches(config: Config, device: torch.device) -> list[dict[str, Tensor]]:
@@ -193,7 +199,8 @@ def table(rows: list[Row]) -> Table:
     first, last = plain.losses[0], plain.losses[-1]
     alike = "in every row" if all(row.losses == plain.losses for row in rows) else "in the first row only"
     meaning = "activations: peak above what was resident before the step"
-    shown = Table(caption=f"{meaning}\nloss {first:.3f} -> {last:.3f} {alike}")
+    hints = "".join(f"\n{row.hint}" for row in rows if row.hint)
+    shown = Table(caption=f"{meaning}\nloss {first:.3f} -> {last:.3f} {alike}{hints}")
     shown.add_column("step")
     for title in ("peak", "activations", "time per step", "gradients\nbit-equal"):
         shown.add_column(title, justify="right")

@@ -24,7 +24,7 @@ from remat.check.optimizer import optimizer_bytes
 from remat.check.peak import release_cached
 from remat.check.step import fingerprint
 from remat.check.untouched import untouched
-from remat.compiling import compiled_kind
+from remat.compiling import compile_hint, compiled_kind
 from remat.errors import CaptureError, HostMemoryError, InputError
 from remat.hosting import Hosting, hosting, link_levels, settling
 from remat.planner.menu import recipes
@@ -152,7 +152,7 @@ def build_profile(request: Request, progress: Progress) -> Profile:
         accumulate=request.accumulate,
         notes=(
             *survey_notes(found),
-            *(_compiler_notes(calls, kinds) if request.compiler else ()),
+            *_compiler_notes(request, calls, kinds, _without(extra, seconds, most)),
             *notes,
         ),
         head=chunks,
@@ -286,8 +286,12 @@ def survey_notes(found: Survey) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _compiler_notes(calls: Sequence[RegionCall], kinds: Sequence[Kind]) -> tuple[str, ...]:
-    """What became of each kind of block at the compiler."""
+def _compiler_notes(
+    request: Request, calls: Sequence[RegionCall], kinds: Sequence[Kind], step_seconds: float
+) -> tuple[str, ...]:
+    """What became of each kind of block at the compiler; or that it is worth a try."""
+    if not request.compiler:
+        return compile_hint(calls, kinds, step_seconds, device_of(request.model))
     named = ([call.name for call in calls if call.kind == number] for number in range(len(kinds)))
     return tuple(
         f"{_first_of(names)}: {kind.note}" for names, kind in zip(named, kinds, strict=True) if kind.note

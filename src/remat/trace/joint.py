@@ -24,6 +24,7 @@ from torch import fx
 from remat._torch_private import size_hint
 from remat.records import Op, Recipe, RegionGraph, Role, Saved, Storage, Value
 from remat.trace.flops import flops_of
+from remat.trace.fusion import is_fused, touched_bytes
 from remat.trace.price import HOST, Rates, time_cuda
 from remat.trace.record import RANDOM, draws_random_numbers
 
@@ -32,17 +33,6 @@ __all__ = ["Joint", "kept_labels", "labels", "price_joint", "read_joint"]
 _FUSED_SHARE = 0.25  # of the seconds that moving a fused operation's result would take
 _PROBE_BYTES = 1 << 26  # moved to see how fast the device does it
 _ALIASES = ("aten._unsafe_view.default",)  # views, though their schema does not say so
-_FUSED = frozenset((
-    "_log_softmax", "_safe_softmax", "_softmax", "_to_copy", "amax", "amin", "any", "arange", "argmax",
-    "argmin", "bernoulli", "cat", "clone", "constant_pad_nd", "copy", "cumsum", "diagonal_copy",
-    "embedding", "empty", "empty_like", "fill", "flip", "full", "full_like", "gather", "index",
-    "index_select", "lift_fresh_copy", "logsumexp", "masked_fill", "max", "mean", "min",
-    "native_dropout", "native_group_norm", "native_layer_norm", "_fused_rms_norm", "new_empty",
-    "new_full", "new_ones", "new_zeros", "ones", "ones_like", "permute_copy", "prod", "rand",
-    "rand_like", "randn", "randn_like", "repeat", "roll", "rsub", "scalar_tensor", "select_scatter",
-    "slice_scatter", "softplus", "split", "stack", "std", "std_mean", "sum", "tril", "triu", "var",
-    "var_mean", "where", "zeros", "zeros_like",
-))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -328,7 +318,7 @@ def price_joint(joint: Joint, device: torch.device) -> Joint:
         if op.view:
             ops.append(op)
             continue
-        if _is_fused(node):
+        if is_fused(node.target):
             ops.append(replace(op, seconds=_fused_seconds(joint.graph, op, rates)))
             continue
         key = (op.name, tuple(_layout(joint.graph, value) for value in op.inputs))
@@ -351,28 +341,12 @@ def _rates(device: torch.device) -> Rates:
     return replace(HOST, bytes_per_second=2 * _PROBE_BYTES / seconds)
 
 
-def _is_fused(node: fx.Node) -> bool:
-    target: Any = node.target
-    tags = getattr(target, "tags", ())
-    if torch.Tag.pointwise in tags or getattr(target, "namespace", "") == "prims":
-        return True
-    return getattr(target, "_opname", "") in _FUSED
-
-
 def _fused_seconds(graph: RegionGraph, op: Op, rates: Rates) -> float:
     """A reduction reads all of its input before the next operation can begin; the rest comes along."""
-    made = sum(_touched(graph, value) for value in op.outputs)
-    read = max((_touched(graph, value) for value in op.inputs), default=0)
+    made = sum(touched_bytes(graph, value) for value in op.outputs)
+    read = max((touched_bytes(graph, value) for value in op.inputs), default=0)
     nbytes = read if read > 4 * made else _FUSED_SHARE * made
     return nbytes / rates.bytes_per_second
-
-
-def _touched(graph: RegionGraph, value: int) -> int:
-    meta = graph.values[value]
-    count = 1
-    for size, stride in zip(meta.shape, meta.stride, strict=True):
-        count *= size if stride else 1
-    return count * torch.empty((), dtype=getattr(torch, meta.dtype)).element_size()
 
 
 def _alone_seconds(graph: RegionGraph, op: Op, node: fx.Node, rates: Rates, device: torch.device) -> float:
@@ -381,7 +355,7 @@ def _alone_seconds(graph: RegionGraph, op: Op, node: fx.Node, rates: Rates, devi
             return _measured_seconds(node, device)
         except (RuntimeError, TypeError, ValueError, NotImplementedError):
             pass  # it does not run on made-up data: by bytes and FLOPs then
-    nbytes = sum(_touched(graph, value) for value in (*op.inputs, *op.outputs))
+    nbytes = sum(touched_bytes(graph, value) for value in (*op.inputs, *op.outputs))
     return max(nbytes / rates.bytes_per_second, op.flops / rates.flops_per_second, rates.launch_seconds)
 
 
@@ -410,12 +384,12 @@ def _keep_seconds(joint: Joint, rates: Rates) -> tuple[float, ...]:
     for op, node in zip(graph.ops, joint.nodes, strict=True):
         if op.view:
             continue
-        alone = not _is_fused(node)
+        alone = not is_fused(node.target)
         made = {graph.values[v].storage for v in op.outputs}
         read = {graph.values[v].storage for v in op.inputs}
         if alone:
             written |= made | read
-        if any(user not in forward and not _is_fused(user) for user in _readers(node)):
+        if any(user not in forward and not is_fused(user.target) for user in _readers(node)):
             wanted |= made
     seconds = []
     for index, storage in enumerate(graph.storages):

@@ -20,9 +20,13 @@ from remat.check.live import LiveBytes
 from remat.planner.simulate import simulate
 from remat.records import Mode
 from remat.run.monitor import Reading
+from remat.run.recipe import compile_recipe
 from remat.run.wrap import bypass, wrapped
+from remat.stencil import Stencil, _merged, stencil
 
 pytest.importorskip("transformers")
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -238,15 +242,8 @@ def test_a_batch_somewhat_larger_than_the_largest_measured():
 def test_a_graph_that_does_not_fit_is_found_out_within_the_budget(small, monkeypatch):
     """The region keeps everything, later ones recompute as a whole, and that size uses no recipes again."""
     model, handle, budget = small
-    kind_at = type(handle._family).kind_at
-
-    def wrong(self, number, kind, size):
-        right = kind_at(self, number, kind, size)
-        return (
-            right if size in self.sizes else replace(right, graph=kind_at(self, number, kind, size + 8).graph)
-        )
-
-    monkeypatch.setattr(type(handle._family), "kind_at", wrong)
+    at = Stencil.at
+    monkeypatch.setattr(Stencil, "at", lambda self, size: at(self, size + 8))
     length = 141
     expected = plain_gradients(model, tokens(length))
     before = handle.stats.fell_back
@@ -256,6 +253,52 @@ def test_a_graph_that_does_not_fit_is_found_out_within_the_budget(small, monkeyp
         assert_equal(expected, gradients(model))
     assert handle.stats.fell_back > before
     assert all(region.otherwise is not None for region in handle.regions)
+
+
+def test_a_stencil_is_what_compiling_would_give(small):
+    """Function by function: the same code with numbers in the places that were left open."""
+    _, handle, _ = small
+    family = handle._family
+    recipes = [entry.recipe for entry in family.profiles[-1].kinds[0].menu if entry.recipe]
+    graphs = [profile.kinds[0].graph for profile in family.profiles]
+    for recipe in recipes[:: len(recipes) // 3]:
+        made = stencil(family.sizes, graphs, functools.partial(family.graph_at, 0), recipe, CPU).at(100)
+        expected = compile_recipe(family.graph_at(0, 100), recipe, CPU)
+        assert [(s.shape, s.stride, s.label) for s in made.slots] == [
+            (s.shape, s.stride, s.label) for s in expected.slots
+        ]
+        assert [len(p) for p in made.probes] == [len(p) for p in expected.probes]
+        again = pickle.loads(pickle.dumps(made))
+        assert again.text == expected.text
+        code = _text_of(family, graphs, recipe)
+        for place, number in enumerate(made.find.__globals__["K"]):
+            code = code.replace(f"K[{place}]", str(number))
+        assert code == expected.text
+
+
+def _text_of(family, graphs, recipe):
+    return _merged(family.sizes, [compile_recipe(graph, recipe, CPU).text for graph in graphs])[0]
+
+
+def test_recipes_at_sizes_that_were_not_measured_run_unfused(small):
+    _, handle, _ = small
+    recipe = next(e.recipe for e in handle._family.profiles[-1].kinds[0].menu if e.recipe)
+    assert not handle._programs(100)(0, replace(recipe, fused=True)).recipe.fused
+
+
+def test_a_size_that_comes_often_is_compiled_for_itself(small, monkeypatch):
+    model, handle, _ = small
+    monkeypatch.setattr("remat.adaptive._has_fused", lambda plan: True)
+    handle._ready.clear()
+    expected = plain_gradients(model, tokens(123))
+    kinds = []
+    for _ in range(10):
+        model(**tokens(123)).loss.backward()
+        assert_equal(expected, gradients(model))
+        programs = [v.program for r in handle.regions for v in r.variants.values() if v.program]
+        kinds.append({type(program).__name__ for program in programs})
+    assert kinds[0] == {"_Sized"}
+    assert kinds[-1] == {"Program"}
 
 
 def test_plans_are_remembered_and_forgotten(small, monkeypatch):

@@ -136,27 +136,10 @@ def test_a_family_tells_the_profile_of_any_size():
     ]
     assert found.step == expected.step
     assert found.step_seconds == pytest.approx(expected.step_seconds)
-    kind = made.kind_at(0, found.kinds[0], 1000)
-    assert kind.signature == expected.kinds[0].signature
-    assert kind.graph.values == expected.kinds[0].graph.values
+    assert made.signature_at(0, 1000) == expected.kinds[0].signature
+    assert made.graph_at(0, 1000).values == expected.kinds[0].graph.values
+    assert made.graph_at(0, 680) == profile_of(680).kinds[0].graph
     assert made.profile_at(680) == profile_of(680)
-
-
-def test_entries_at_sizes_that_were_not_measured_say_so():
-    """No kernel is compiled for them while a step waits."""
-
-    def fused(profile):
-        menu = profile.kinds[0].menu
-        menu = tuple(
-            replace(e, recipe=e.recipe and replace(e.recipe, fused=True), measured=True) for e in menu
-        )
-        return replace(profile, kinds=(replace(profile.kinds[0], menu=menu),))
-
-    made = family([(n, fused(profile_of(n))) for n in SIZES])
-    for size, expected in ((680, True), (681, False)):
-        kind = made.kind_at(0, made.profile_at(size).kinds[0], size)
-        assert {e.measured for e in kind.menu if e.recipe} == {expected}
-        assert all(e.recipe.fused for e in kind.menu if e.recipe)
 
 
 def test_menus_are_what_all_sizes_have_in_common():
@@ -170,6 +153,8 @@ def test_other_operations_at_another_size_leave_whole_regions():
     made = family([(168, profile_of(168)), (680, other), (2048, profile_of(2048))])
     assert [e.mode for e in made.profile_at(300).kinds[0].menu] == [Mode.KEEP, Mode.FULL]
     assert "no recipes" in made.notes[0]
+    with pytest.raises(MisfitError):
+        made.graph_at(0, 300)
 
 
 def test_another_step_at_another_size_is_no_family():

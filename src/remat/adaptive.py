@@ -18,7 +18,9 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,20 +28,23 @@ from torch import nn
 
 from remat.check.peak import release_cached
 from remat.errors import BudgetError, InputError
-from remat.handle import Handle, chunked_head, planned_regions, tighter_limit
+from remat.handle import Handle, Programs, chunked_head, planned_regions, tighter_limit
 from remat.planner.bounds import least_budget
 from remat.planner.schedule import refusal, schedule
 from remat.planner.simulate import simulate
 from remat.planner.sizes import Family, MisfitError, family, without_recipes
 from remat.profiling import Request, build_profile, device_of
-from remat.records import Mode, Phase, Plan, Profile
+from remat.records import Mode, Phase, Plan, Profile, Recipe
 from remat.run.journal import Event
 from remat.run.monitor import Monitor, fragmentation_advice, read_device
+from remat.run.program import Program
+from remat.run.recipe import compile_recipe
 from remat.run.recover import Failure, remembered_bytes
 from remat.run.region import PlannedRegion
 from remat.run.switch import Switchboard, Table
 from remat.run.wrap import bypassed
 from remat.show.text import Report
+from remat.stencil import Stencil, stencil
 from remat.trace.sizes import Chart, Place, Shapes, shapes_of
 from remat.units import format_bytes
 
@@ -50,6 +55,7 @@ _REMEMBERED = 256  # shapes whose regions are ready
 _RESERVE = 0.003  # of the budget, for what lies between two measured sizes
 _RESERVE_CUDA = 0.015  # the same where the allocator cuts pieces that no other size has
 _NOTCH = 0.9  # of the limit, for each tightening
+_OFTEN = 8  # times that a shape has come before its recipes are compiled for it alone
 _LOOK_EVERY = 8  # steps between two looks at the device
 
 
@@ -129,6 +135,16 @@ class _Ready:
     plan: Plan | None  # None: recomputes everything
     head: str | None = None
     fresh: bool = False  # recipes that have not run at this size yet
+    hits: int = 0
+    again: Callable[[], _Ready] | None = None  # the same with fused kernels, where there are any
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A plan for one of the row of sizes. `may_fail`: see there."""
+
+    plan: Plan
+    may_fail: bool
 
 
 class _Watch:
@@ -178,7 +194,8 @@ class AdaptiveHandle(Handle):
         self._notch = 0
         self._limit: int | None = None  # below the notch, after a real shortage
         self._ready: OrderedDict[tuple[Shapes, int], _Ready] = OrderedDict()
-        self._plans: OrderedDict[tuple[int, bool, int], Plan] = OrderedDict()
+        self._plans: OrderedDict[tuple[int, bool, int], _Planned] = OrderedDict()
+        self._stencils: dict[Any, Stencil] = {}
         self._confirmed: set[Shapes] = {measured.knots[0].shapes}  # recipes have run at these
         self._refused: set[Shapes] = set()  # and did not fit at these
         self._now: tuple[Shapes, int] | None = None
@@ -189,6 +206,25 @@ class AdaptiveHandle(Handle):
         self._hook = self.model.register_forward_pre_hook(_Watch(self), with_kwargs=True)
         for note in (*measured.notes, *notes):
             self._journal.note("advice", note)
+
+    def plan_ahead(self) -> None:
+        """Plan for the whole row of sizes, and compile what those plans use: a new size then takes
+        milliseconds in training."""
+        largest = size = self._family.sizes[-1]
+        while size >= self._family.sizes[0]:
+            with suppress(BudgetError):  # at that size only other plans are within the budget
+                planned = self._plan(size, True)
+                for index, call in enumerate(planned.plan.profile.calls):
+                    recipe = planned.plan.entry(index).recipe
+                    if recipe is not None and len(self._family.sizes) > 1:
+                        with suppress(MisfitError):
+                            self._stencil(call.kind, replace(recipe, fused=False))
+                if not planned.may_fail:
+                    self._plan(size, False)
+            if size == self._family.sizes[0]:
+                return
+            steps = round(_PER_OCTAVE * math.log2(largest / size)) + 1
+            size = max(int(largest / 2 ** (steps / _PER_OCTAVE)), self._family.sizes[0])
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -234,6 +270,10 @@ class AdaptiveHandle(Handle):
         else:
             self.stats.hits += 1
             self._ready.move_to_end(key)
+            ready.hits += 1
+            if ready.hits == _OFTEN and ready.again is not None:
+                ready = self._ready[key] = ready.again()
+                self._now = None
         if key != self._now or ready.fresh:
             self._go_over(key, ready)
 
@@ -283,12 +323,12 @@ class AdaptiveHandle(Handle):
             return _Ready({name: Table.whole(tower) for name, tower in self._names.items()}, None)
         recipes = place.exact and shapes not in self._refused
         if place == self._fitted_size and recipes and self._notch == 0 and self._limit is None:
-            return self._with_recipes(self._fitted, self._fitted, fresh=False)
+            return self._with_recipes(self._fitted, self._fitted, None, fresh=False)
         if recipes:
             ready, holds = self._prepare_recipes(place.size, shapes)
             if ready is not None and (holds or not self._has_whole_plan(place.size)):
                 return ready
-        made = self._plan(place.size, False)
+        made = self._plan(place.size, False).plan
         tables = {
             call.name: Table.whole(call.tower)
             for index, call in enumerate(made.profile.calls)
@@ -298,12 +338,16 @@ class AdaptiveHandle(Handle):
 
     def _prepare_recipes(self, size: int, shapes: Shapes) -> tuple[_Ready | None, bool]:
         """(regions with recipes, whether the budget holds even if these do not fit here)."""
-        made = self._plan(size, True)
-        exact = self._at_exactly(made, size)
+        planned = self._plan(size, True)
+        exact = self._at_exactly(planned.plan, size)
         if exact is None:
             return None, False
         known = shapes in self._confirmed
-        return self._with_recipes(made, exact, fresh=not known), known or self._may_fail(made)
+        try:
+            ready = self._with_recipes(planned.plan, exact, size, fresh=not known)
+            return ready, known or planned.may_fail
+        except MisfitError:
+            return None, False
 
     def _has_whole_plan(self, size: int) -> bool:
         try:
@@ -312,21 +356,29 @@ class AdaptiveHandle(Handle):
             return False
         return True
 
-    def _with_recipes(self, plan: Plan, exact: Plan, *, fresh: bool) -> _Ready:
-        regions = planned_regions(exact, self._check)
+    def _with_recipes(
+        self, plan: Plan, exact: Plan, size: int | None, *, fresh: bool, alone: bool = False
+    ) -> _Ready:
+        """`exact` is `plan` with what holds at `size` only; None: the plan has its own graphs. `alone`: see
+        `_programs`."""
+        programs = None if size is None else self._programs(size, alone)
+        regions = planned_regions(exact, self._check, programs)
         tables = {region.name: Table(region.tower, region.variants) for region in regions}
         has_recipes = any(v.program is not None for r in regions for v in r.variants.values())
         if fresh and has_recipes:
             for name in self._first_of_each_kind(exact):
                 tables[name].shadow = True
-        return _Ready(tables, plan, chunked_head(exact), fresh and has_recipes)
+        again = None
+        if size is not None and not alone and size not in self._family.sizes and _has_fused(plan):
+            again = partial(self._with_recipes, plan, exact, size, fresh=False, alone=True)
+        return _Ready(tables, plan, chunked_head(exact), fresh and has_recipes, again=again)
 
     def _at_exactly(self, plan: Plan, size: int) -> Plan | None:
-        """The plan with the graphs of this size, where it has recipes; None if those cannot be told."""
+        """The plan with the signatures of this size; None if those cannot be told."""
         used = {call.kind for i, call in enumerate(plan.profile.calls) if plan.entry(i).recipe is not None}
         try:
             kinds = tuple(
-                self._family.kind_at(number, kind, size)
+                replace(kind, signature=self._family.signature_at(number, size))
                 if self._needs_signature(plan, number, used)
                 else kind
                 for number, kind in enumerate(plan.profile.kinds)
@@ -334,6 +386,31 @@ class AdaptiveHandle(Handle):
         except MisfitError:
             return None
         return replace(plan, profile=replace(plan.profile, kinds=kinds))
+
+    def _programs(self, size: int, alone: bool = False) -> Programs:
+        """Recipes for exactly this size; raises MisfitError where that cannot be.
+
+        Where nothing was measured they come from a stencil, within a millisecond, and run unfused: the same
+        bits. `alone`: compiled for this size alone, with fused kernels as far as other sizes have them.
+        """
+        measured = size in self._family.sizes
+
+        def program(number: int, recipe: Recipe) -> Program:
+            if measured or alone:
+                graph = self._family.graph_at(number, size)
+                return compile_recipe(graph, recipe, self._device, compile_kernels=measured)
+            return self._stencil(number, replace(recipe, fused=False)).at(size)
+
+        return program
+
+    def _stencil(self, number: int, recipe: Recipe) -> Stencil:
+        key = (number, recipe.kept, recipe.dropped, recipe.replayed, recipe.offloaded)
+        found = self._stencils.get(key)
+        if found is None:
+            graph = partial(self._family.graph_at, number)
+            graphs = [graph(size) for size in self._family.sizes]
+            found = self._stencils[key] = stencil(self._family.sizes, graphs, graph, recipe, self._device)
+        return found
 
     def _needs_signature(self, plan: Plan, number: int, used: set[int]) -> bool:
         """A region called several times needs the signatures of all its kinds to tell them apart."""
@@ -369,19 +446,20 @@ class AdaptiveHandle(Handle):
                 return False
         return True
 
-    def _plan(self, size: int, recipes: bool) -> Plan:
+    def _plan(self, size: int, recipes: bool) -> _Planned:
         """The plan for the next larger of a row of sizes, or for this one if that is out of reach."""
         edge = self._edge(size)
         for target in (edge, size) if edge != size else (size,):
             key = (target, recipes, self._notch)
             if key not in self._plans:
                 try:
-                    self._plans[key] = self._made(target, recipes)
+                    made = self._made(target, recipes)
                 except BudgetError:
                     if target == size:
                         raise
                     continue
-                self._journal.note("planned", f"size {target}: {_describe(self._plans[key])}")
+                self._plans[key] = _Planned(made, recipes and self._may_fail(made))
+                self._journal.note("planned", f"size {target}: {_describe(made)}")
                 while len(self._plans) > _REMEMBERED:
                     self._plans.popitem(last=False)
             return self._plans[key]
@@ -498,6 +576,11 @@ def _chart_and_family(measured: Measured, fitted: Plan) -> tuple[Chart, Family, 
 def _floor_log2(ratio: float, steps: int) -> int:
     """floor(steps * log2(ratio)), also of ratios below 1."""
     return math.floor(steps * math.log2(ratio))
+
+
+def _has_fused(plan: Plan) -> bool:
+    recipes = (plan.entry(i).recipe for i in range(len(plan.choices)))
+    return any(recipe is not None and recipe.fused for recipe in recipes)
 
 
 def _does_the_same(a: Plan, b: Plan) -> bool:

@@ -181,7 +181,10 @@ def fit(
         except BudgetError as error:
             raise refusal(budget_bytes, error.needed + room, error.hints, error.where) from None
         handle.plan = replace(handle.plan, budget_bytes=budget_bytes)
-        return AdaptiveHandle(handle, measured, check, on_event)
+        progress("planning for other sizes")
+        adapting = AdaptiveHandle(handle, measured, check, on_event)
+        adapting.plan_ahead()
+        return adapting
 
 
 def verify(

@@ -22,12 +22,13 @@ from remat.offloading import engine_for
 from remat.planner.bounds import least_budget
 from remat.planner.schedule import schedule
 from remat.planner.simulate import simulate
-from remat.records import Mode, Plan, RegionCall
+from remat.records import Mode, Plan, Recipe, RegionCall
 from remat.run.byhand import status
 from remat.run.compiled import block_for
 from remat.run.install import Installation, install
 from remat.run.journal import Event, Journal, Stats
 from remat.run.offload import Engine
+from remat.run.program import Program
 from remat.run.ranks import Ranks
 from remat.run.recipe import compile_recipe
 from remat.run.recover import Failure, recovering, step_optimizer
@@ -37,7 +38,7 @@ from remat.run.switch import Switchboard
 from remat.show.text import Report
 from remat.units import format_bytes
 
-__all__ = ["Handle", "apply", "chunked_head", "planned_regions", "tighter_limit"]
+__all__ = ["Handle", "Programs", "apply", "chunked_head", "planned_regions", "tighter_limit"]
 
 _TRIES = 4  # runs of one step before it is given up
 _TIGHTER = 0.9  # of the present limit, for the next plan after running out of memory
@@ -241,13 +242,17 @@ def _release(version: str) -> str:
     return ".".join(version.split("+")[0].split(".")[:2])
 
 
-def planned_regions(plan: Plan, check: bool) -> list[PlannedRegion]:
-    """One region per name; a region that only keeps is left alone."""
+Programs = Callable[[int, Recipe], Program]  # number of a kind, recipe -> program
+
+
+def planned_regions(plan: Plan, check: bool, programs: Programs | None = None) -> list[PlannedRegion]:
+    """One region per name; a region that only keeps is left alone. `programs`: where to get compiled recipes
+    from, if not from the plan's own graphs."""
     calls: dict[str, list[int]] = {}
     for index, call in enumerate(plan.profile.calls):
         calls.setdefault(call.name, []).append(index)
     device = torch.device(plan.profile.environment.device)
-    programs: dict[Any, Variant] = {}
+    made: dict[Any, Variant] = {}
     regions = []
     for name, indices in calls.items():
         if all(plan.entry(index).mode is Mode.KEEP for index in indices):
@@ -257,9 +262,9 @@ def planned_regions(plan: Plan, check: bool) -> list[PlannedRegion]:
             call = plan.profile.calls[index]
             choice = _frugal_choice(plan, indices, call)
             key = (call.kind, choice)
-            if key not in programs:
-                programs[key] = _variant(plan, call, choice, device)
-            variants[plan.profile.kinds[call.kind].signature] = programs[key]
+            if key not in made:
+                made[key] = _variant(plan, call, choice, device, programs)
+            variants[plan.profile.kinds[call.kind].signature] = made[key]
         regions.append(PlannedRegion(name, plan.profile.calls[indices[0]].tower, variants, check))
     for turn, region in enumerate(regions):
         region.turn = region.place = turn
@@ -274,18 +279,21 @@ def _frugal_choice(plan: Plan, indices: list[int], call: RegionCall) -> int:
     return min(alike, key=lambda choice: menu[choice].resident_bytes)
 
 
-def _variant(plan: Plan, call: RegionCall, choice: int, device: torch.device) -> Variant:
+def _variant(
+    plan: Plan, call: RegionCall, choice: int, device: torch.device, programs: Programs | None
+) -> Variant:
     kind = plan.profile.kinds[call.kind]
     entry = kind.menu[choice]
     program = compiled = None
-    if entry.recipe is not None:
+    if entry.recipe is not None and programs is not None:
+        program = programs(call.kind, entry.recipe)
+    elif entry.recipe is not None:
         if kind.graph is None:
             raise PlanError(f"the plan has a recipe for {call.name} but not its graph; make the plan again")
         if entry.mode is Mode.COMPILED:
             compiled = block_for(kind.signature, kind.graph, entry.recipe, kind.compiler)
         else:
-            # A kernel takes longer to compile than a step: at sizes between the measured ones it is not done.
-            program = compile_recipe(kind.graph, entry.recipe, device, compile_kernels=entry.measured)
+            program = compile_recipe(kind.graph, entry.recipe, device)
     return Variant(
         entry.mode,
         program,

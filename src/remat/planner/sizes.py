@@ -43,14 +43,21 @@ def polynomial(sizes: Sequence[int], values: Sequence[int]) -> Callable[[int], i
     coefficients = _newton(points[:2])
     if any(_at(coefficients, sizes, size) != value for size, value in points[2:]):
         coefficients = _newton(points)
+    # The same over one denominator: integers are an order of magnitude faster, and there are thousands.
+    divisor = math.lcm(*(c.denominator for c in coefficients))
+    whole = [int(c * divisor) for c in reversed(coefficients)]
+    borders = tuple(reversed(sizes[: len(whole)]))
 
     def value(size: int) -> int:
-        found = _at(coefficients, sizes, size)
-        if found.denominator != 1 or found < 0:
+        found = 0
+        for coefficient, border in zip(whole, borders, strict=True):
+            found = found * (size - border) + coefficient
+        number, rest = divmod(found, divisor)
+        if rest or number < 0:
             raise MisfitError(
-                f"a number that is {dict(points)} at the measured sizes would be {found} at {size}"
+                f"a number that is {dict(points)} at the measured sizes is not whole, or below 0, at {size}"
             )
-        return int(found)
+        return number
 
     return value
 
@@ -180,22 +187,29 @@ class Family:
 
     def profile_at(self, size: int) -> Profile:
         """What the step takes at this size: never too little between the measured sizes. Its regions have no
-        graphs: see `kind_at`."""
+        graphs: see `graph_at`."""
         if size in self.sizes:
             return self.profiles[self.sizes.index(size)]
         bare = [_bare(profile, self.profiles[-1]) for profile in self.profiles]
         blended: Profile = _blend(self.sizes, bare, size, False, "profile")
         return blended
 
-    def kind_at(self, number: int, kind: Kind, size: int) -> Kind:
-        """This kind, as `profile_at` has it, with signature and graph as they are at exactly this size."""
+    def signature_at(self, number: int, size: int) -> str:
+        """The signature of a kind's calls at exactly this size."""
         if size in self.sizes:
-            measured = self.profiles[self.sizes.index(size)].kinds[number]
-            return replace(kind, signature=measured.signature, graph=measured.graph)
-        signature, graph = self._templates[number]
-        menu = tuple(replace(entry, measured=False) for entry in kind.menu)
-        exact = None if graph is None else graph(size)
-        return replace(kind, signature=signature(size), graph=exact, menu=menu)
+            return self.profiles[self.sizes.index(size)].kinds[number].signature
+        return self._templates[number][0](size)
+
+    def graph_at(self, number: int, size: int) -> RegionGraph:
+        """The graph of a kind at exactly this size."""
+        if size in self.sizes:
+            graph = self.profiles[self.sizes.index(size)].kinds[number].graph
+        else:
+            made = self._templates[number][1]
+            graph = None if made is None else made(size)
+        if graph is None:
+            raise MisfitError(f"kind {number} has no graph")
+        return graph
 
     @cached_property
     def _templates(self) -> list[tuple[Callable[[int], str], Callable[[int], RegionGraph] | None]]:

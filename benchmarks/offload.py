@@ -68,20 +68,32 @@ class Out:
 # ------------------------------------------------------------------------------------------------- plans
 
 
-def plans_of(profile: Profile, plain_peak: int) -> dict[str, Plan]:
-    """One plan per share of the measured activation peak (above parameters and gradients)."""
+def plans_of(profile: Profile, plain_peak: int, peak: Callable[[Plan], int]) -> dict[str, Plan]:
+    """One plan per share of the measured activation peak (above parameters and gradients), confirmed as `fit`
+    does it: run once, and planned again by what its peak was off."""
     resident = profile.step.resident + profile.step.gradients
     found: dict[str, Plan] = {}
     for share in SHARES:
-        begin = time.perf_counter()
-        try:
-            plan = remat.plan(profile, resident + int(share * plain_peak), allow=ALL)
-        except remat.BudgetError as error:
-            print(f"{share}: {error}", flush=True)
-            plan = remat.plan(profile, error.needed, allow=ALL)
-        found[f"remat {share}"] = plan
+        budget = resident + int(share * plain_peak)
+        begin, plan, limit = time.perf_counter(), None, budget
+        for _ in range(3):
+            try:
+                made = remat.plan(profile, limit, allow=ALL)
+            except remat.BudgetError as error:
+                print(f"{share}: {error}", flush=True)
+                if plan is None:
+                    plan = remat.plan(profile, error.needed, allow=ALL)
+                break
+            room = budget - resident - peak(made)
+            print(f"remat {share}: {room / plain_peak:+.4f} of the plain peak left", flush=True)
+            if room >= 0 and (plan is None or made.predicted_seconds < plan.predicted_seconds):
+                plan = made
+            if 0 <= room < 0.002 * plain_peak:
+                break
+            limit += room if room < 0 else int(0.9 * room)
+        found[f"remat {share}"] = plan or made
         seconds = time.perf_counter() - begin
-        print(f"remat {share}: planned in {seconds:.1f} s, {_shape_of(plan)}", flush=True)
+        print(f"remat {share}: planned in {seconds:.1f} s, {_shape_of(found[f'remat {share}'])}", flush=True)
     return found
 
 
@@ -219,7 +231,13 @@ def llama(name: str, rounds: int, out: Out) -> None:
 
     step()
     plain_peak = peak_of(step)
-    plans = plans_of(profile, plain_peak)
+
+    def peak(plan: Plan) -> int:
+        with remat.apply(model, plan):
+            step()
+            return peak_of(step)
+
+    plans = plans_of(profile, plain_peak, peak)
     window = window_plan(profile)
     planned = Planned(model)
     methods: dict[str, Callable[[], Any]] = {"plain": _nothing}
@@ -244,7 +262,7 @@ def llama(name: str, rounds: int, out: Out) -> None:
             free = rows.get(f"{label}, free link")
             if free is not None:
                 row["over_free_link"] = row["seconds"] / free["seconds"]
-        print(f"{name:<12}{label:<26}{row['time']:.3f}x  peak {row['share']:.3f}  {_details(row)}", flush=True)
+        print(f"{label:<24}{row['time']:.3f}x  peak {row['share']:.3f}  {_details(row)}", flush=True)
     out.put("rows", rows)
     exact = {label: unchunked(profile, plan, resident, plain_peak) for label, plan in plans.items()}
     out.put("gradients", compare_gradients(model, batch, exact, planned))
@@ -267,7 +285,8 @@ def peer(step: Callable[[], None], plain: Result) -> Result:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - begin
     share = peak / plain["peak"]
-    return {"save_on_cpu": {"seconds": seconds, "time": seconds / plain["seconds"], "peak": peak, "share": share}}
+    row = {"seconds": seconds, "time": seconds / plain["seconds"], "peak": peak, "share": share}
+    return {"save_on_cpu": row}
 
 
 def _details(row: Result) -> str:
@@ -298,15 +317,15 @@ def leaks(steps: int, out: Out) -> None:
     for rows, length in shapes:
         ids = torch.randint(0, SMALL.vocab, (rows, length), device=DEVICE)
         batches.append({"input_ids": ids, "labels": ids})
-        profile = remat.profile(model, batches[-1], allow=EXACT)
-        plans.append(window_plan(profile))
+    for index in (0, len(batches) - 1):  # the others recompute
+        plans.append((index, window_plan(remat.profile(model, batches[index], allow=EXACT))))
     levels, done = [], 0
     while done < steps:
-        which = order.randrange(len(plans))
-        with remat.apply(model, plans[which]) as handle:
-            for _ in range(min(20, steps - done)):
-                index = order.randrange(len(batches))  # mostly shapes that were not planned: they recompute
-                loss = model(**batches[which if order.random() < 0.7 else index]).loss
+        planned_for, plan = order.choice(plans)
+        with remat.apply(model, plan) as handle:
+            for _ in range(min(50, steps - done)):
+                index = planned_for if order.random() < 0.6 else order.randrange(len(batches))
+                loss = model(**batches[index]).loss
                 if order.random() < 0.9:  # some forwards are never backwarded
                     loss.backward()
                 del loss
@@ -329,7 +348,7 @@ def leaks(steps: int, out: Out) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=2000 if CUDA else 60)
     parser.add_argument("--shape", default="llama-1.3b" if CUDA else "tiny", choices=list(SHAPES))
     parser.add_argument("--only", default="llama,leaks")

@@ -8,8 +8,8 @@ This follows the engine's own rules (run/offload.py), which make device memory i
   for the region that sent just before it are started ahead.
 
 Bytes are exact, but for what is fetched ahead, which is counted in full from its start. Seconds are those of
-regions in a row: each direction carries one copy at a time, and time outside of regions is not counted, so
-that a wait is rather over- than underestimated.
+regions in a row, with what is left of the step (head, loss) between forward and backward; each direction
+carries one copy at a time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from remat.records import Entry, LinkRates, Phase, Profile
+from remat.records import Entry, Kind, LinkRates, Phase, Profile
 
 __all__ = ["LinkPoint", "LinkUse", "Transfer", "host_bytes", "link_use", "pieces", "window_bytes"]
 
@@ -106,6 +106,10 @@ def link_use(profile: Profile, choices: Sequence[int]) -> LinkUse | None:
     return _Run(profile, chosen, max(entry.host_bytes for entry in chosen)).whole_step()
 
 
+def _backward_seconds(kind: Kind) -> float:
+    return kind.backward_seconds or 2 * kind.forward_seconds
+
+
 @dataclass
 class _Direction:
     """One direction of the link: a queue that carries one copy at a time."""
@@ -166,8 +170,11 @@ class _Run:
         for k, segment in enumerate(segments):
             if segment.phase is Phase.BACKWARD:
                 first_backward.setdefault(segment.call, k)
+        turn = min(first_backward.values(), default=-1)
         points, levels = [], []
         for k, segment in enumerate(segments):
+            if k == turn:
+                self.now += self._seconds_between_passes()
             call, start, waited, back = segment.call, self.now, self.waited, 0
             if call >= 0 and first_backward.get(call) == k:
                 back = self._reach(call)
@@ -181,7 +188,7 @@ class _Run:
                     self.now += kind.forward_seconds
                     out = self._send(call)
                 elif first_backward.get(call) == k:
-                    self.now += kind.backward_seconds or 2 * kind.forward_seconds
+                    self.now += _backward_seconds(kind)
                     self.now += self.chosen[call].extra_seconds
                     self.near.pop(call, None)
             points.append(
@@ -204,6 +211,12 @@ class _Run:
             transfers=tuple(self._transfer(call, sender) for call, sender in self.senders.items()),
             level_bytes=tuple(levels),
         )
+
+    def _seconds_between_passes(self) -> float:
+        """Head and loss: half of what regions do not take of the plain step, since some lies elsewhere."""
+        kinds = [self.profile.kinds[call.kind] for call in self.profile.calls]
+        regions = sum(kind.forward_seconds + _backward_seconds(kind) for kind in kinds)
+        return max(self.profile.step_seconds - regions, 0.0) / 2
 
     def _transfer(self, call: int, sender: _Sender) -> Transfer:
         needed = self.now if sender.needed_seconds is None else sender.needed_seconds
@@ -276,7 +289,8 @@ class _Run:
     def _fetch(self, sender: _Sender) -> int:
         missing = sender.nbytes - sender.ahead
         if missing > 0:
-            begin, sender.arrival = self.back.carry(missing, max(self.now, sender.host_seconds), self.out)
+            begin, end = self.back.carry(missing, max(self.now, sender.host_seconds), self.out)
+            sender.arrival = max(sender.arrival, end)
             sender.back_seconds = sender.back_seconds or begin
             sender.fetched += missing
         return missing

@@ -218,7 +218,7 @@ class FreeLink(Link):
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device = CudaLink(device).device if device.type == "cuda" else device
         self._sent: dict[int, Tensor] = {}  # by the address on the host
         self._number = 0
 

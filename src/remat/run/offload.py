@@ -99,6 +99,7 @@ class _Stored:
     fetched: Mark | None = None
     in_flight: bool = False
     used: bool = False  # asked for since it came (back) to the device
+    reused: bool = False  # asked for where it was, before it had left the device
     torn: bool = False  # written to while it was being copied
     dead: bool = False
 
@@ -435,7 +436,7 @@ class Engine:
         if stored.is_original and self._can_reuse(stored, stream):
             assert stored.device is not None
             self._direct_hits += 1
-            stored.used = True
+            stored.used = stored.reused = True
             return stored.device.data
         if stored.torn or stored.extent is None:
             raise _written(stored)
@@ -594,6 +595,10 @@ class Engine:
             self._bury_one(self._dead.popleft())
 
     def _bury_one(self, stored: _Stored) -> None:
+        if stored.in_flight and stored.reused:  # its memory goes with its last reader, not later
+            flight = next(flight for flight in self._flights if flight.stored is stored)
+            self._flights.remove(flight)
+            self._land(flight)
         self._retire(stored)
         if stored.extent is not None:
             assert stored.pool is not None

@@ -305,6 +305,42 @@ def _gradients(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+class Scaled(Block):
+    """Every layer has a number of its own in its code's way."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * F.silu(self.down(F.gelu(self.up(x))))
+
+
+def test_blocks_that_differ_in_a_number_are_compiled_one_by_one() -> None:
+    """More of them than graphs that the compiler makes of one function before it gives up."""
+    case = stack(layers=0)
+    case.model.layers.extend(Scaled(0.1 * i) for i in range(1, 11))
+    plain = copy.deepcopy(case.model)
+    found = profile(case, case.model)
+    assert len(found.kinds) == 10
+    choices = [_smallest_set(found, call.kind) for call in found.calls]
+    with remat.apply(case.model, make_plan(found, choices, 1 << 40, strategy="by hand")) as handle:
+        assert_same(_gradients(plain, case.batch), _gradients(case.model, case.batch))
+        assert {row.mode for row in handle.status().rows} == {"compiled"}
+        assert not any(region.counts.fallbacks for region in handle.regions)
+
+
+def _smallest_set(found: remat.Profile, kind: int) -> int:
+    menu = found.kinds[kind].menu
+    return max(i for i, entry in enumerate(menu) if entry.mode is Mode.COMPILED)
+
+
+def test_a_plan_for_a_device_that_is_not_there_is_not_compiled() -> None:
+    case = stack()
+    with pytest.raises(InputError, match="needs the device"):
+        remat.profile(case.model, case.batch, loss=case.loss, compile=True, device="h100-80gb")
+
+
 def test_what_was_compiled_while_measuring_runs_in_training() -> None:
     case = stack()
     found = profile(case, case.model)
@@ -418,7 +454,7 @@ def test_saved_sets_with_wrong_gradients_are_refused(monkeypatch: Any) -> None:
         compiled.CompiledBlock, "__call__", lambda self, *call: honest(self, *call) * torch.tensor(1.01)
     )
     with fit(case, case.model, activations=0.7) as handle:
-        assert "its gradients are wrong" in str(handle.report())
+        assert "its compiled gradients are wrong" in str(handle.report())
         assert not any(row.mode == "compiled" for row in handle.status().rows)
 
 

@@ -80,6 +80,11 @@ def profile(
     if device is not None:
         if step is not None or batch is None:
             raise InputError("an estimate needs a batch, or a function that makes it, and no step=")
+        if compile:
+            raise InputError(
+                f"compile={compile!r} needs the device: compiled blocks are measured, not estimated; leave "
+                "device= or compile= out"
+            )
         with showing("remat: estimating a step") as progress:
             return estimate_profile(
                 model, batch, device, loss=loss, optimizer=optimizer,  # type: ignore[arg-type]

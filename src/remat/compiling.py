@@ -49,12 +49,13 @@ def compiled_kind(
     backend: str,
     progress: Progress,
     make_entry: MakeEntry,
+    most: int | None = None,
 ) -> Kind:
-    """The kind with its compiled entries, measured. CaptureError says why the block is not compiled."""
+    """The kind with its compiled entries, `most` of them, measured. CaptureError says why it has none."""
     example = species.example
     progress(f"tracing {example.name} for the compiler")
     joint = _joint(species, inputs, device, backend)
-    candidates = chosen_sets(joint)
+    candidates = chosen_sets(joint, most)
     plain = _Plain.measure(species, inputs, device)
     found: list[_Measured] = []
     problems: list[str] = []
@@ -93,6 +94,10 @@ def chosen_sets(joint: Joint, most: int | None = None) -> tuple[Recipe, ...]:
     levels = [level / _LEVELS for level in range(_LEVELS, -1, -1)]
     sought = recipes(joint.graph, levels=levels, keep_seconds=joint.keep_seconds)
     found = tuple(dict.fromkeys(_whole(joint.graph, recipe) for recipe in sought))
+    if not found:  # nothing can be computed again, or nothing needs to be
+        return (
+            finish(joint.graph, {joint.graph.values[saved.value].storage for saved in joint.graph.saved}),
+        )
     points = sorted((recipe.resident_bytes, set_seconds(joint, recipe), i) for i, recipe in enumerate(found))
     hull: list[tuple[int, float, int]] = []
     for point in points:
@@ -192,7 +197,7 @@ def _measure(
         reference = gradients if joint.random else plain.gradients
     gap = gradient_gap(gradients, reference)
     if not gap.ok:
-        raise CaptureError(f"compiled, its gradients are wrong: {gap}")
+        raise CaptureError(f"its compiled gradients are wrong: {gap}")
     _weigh(call, inputs, example.module, internal_bytes(joint.graph, recipe))
     measured = bench(call, inputs, modules, device)
     return _Measured(recipe, measured, seconds, gap, [] if before else gradients)

@@ -75,6 +75,7 @@ _OPS_PER_SLOT = 1.5  # dropping and unpacking one tensor
 _OPS_PER_MOVED = 8.0  # sending one storage to the host and having it back
 _OPS_PER_REGION = 20.0  # looking through the graph of a region that drops anything
 _COMPILING_THREADS = 8
+_KINDS_IN_FULL = 4  # kinds of blocks that are compiled with as many saved sets as pay; more get two each
 _LEAST_SHARE = 0.8  # of the priced replay seconds that a measured entry is believed to cost at the least
 
 
@@ -322,7 +323,8 @@ def _kind_for(
     if not request.compiler:
         return _kind(species, inputs, device, progress, host, like)
     try:
-        return compiled_kind(species, inputs, device, request.compiler, progress, menu_entry)
+        most = None if number < _KINDS_IN_FULL else 2
+        return compiled_kind(species, inputs, device, request.compiler, progress, menu_entry, most)
     except CaptureError as error:
         kind = _kind(species, inputs, device, progress, host, like)
         return replace(kind, note="; ".join(filter(None, (f"not compiled, {error}", kind.note))))

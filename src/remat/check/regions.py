@@ -83,7 +83,9 @@ class GradientGap:
     where: int = -1
 
     def __str__(self) -> str:
-        return "equal" if self.exact else f"tensor {self.where} is off by {self.worst:.2g} of its norm"
+        if self.where < 0:
+            return "equal" if self.exact else "another number of tensors gets one"
+        return f"tensor {self.where} is off by {self.worst:.2g} of its norm"
 
 
 def gradients_of(

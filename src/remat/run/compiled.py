@@ -65,7 +65,8 @@ def compiled_block(kind: str, keep: Iterable[str], backend: str = "inductor") ->
 
 def block_for(signature: str, graph: RegionGraph, recipe: Recipe, backend: str) -> CompiledBlock:
     """The compiled block that carries out a recipe for a joint graph."""
-    digest = hashlib.sha256("\n".join((signature, *labels(graph))).encode())
+    constants = (repr(op.args) for op in graph.ops)
+    digest = hashlib.sha256("\n".join((signature, *labels(graph), *constants)).encode())
     return compiled_block(digest.hexdigest()[:16], kept_labels(graph, recipe), backend)
 
 

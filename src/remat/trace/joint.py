@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from remat._torch_private import size_hint
-from remat.records import Op, Recipe, RegionGraph, Role, Saved, Storage, Value
+from remat.records import Arg, Op, Recipe, RegionGraph, Role, Saved, Storage, Value
 from remat.trace.flops import flops_of
 from remat.trace.fusion import is_fused, touched_bytes
 from remat.trace.price import HOST, Rates, time_cuda
@@ -145,7 +145,7 @@ class _Reader:
         self._ops.append(
             Op(
                 name=name,
-                args=(),
+                args=_constants(node),
                 kwargs=(),
                 inputs=tuple(self._value[n] for n in node.all_input_nodes if n in self._value),
                 outputs=(),
@@ -248,6 +248,13 @@ def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
             found.add(node)
             stack += node.all_input_nodes
     return found
+
+
+def _constants(node: fx.Node) -> tuple[Arg, ...]:
+    """Numbers and text among the arguments: blocks that differ in them are different blocks."""
+    return tuple(
+        arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, (bool, int, float, str))
+    )
 
 
 def _yields_tensors(node: fx.Node) -> bool:

@@ -196,7 +196,7 @@ def shortage(model: nn.Module, handle: Any, share: float = 0.85) -> dict[str, An
     batch = tokens(LONGEST // 2)
 
     def gradients() -> dict[str, torch.Tensor]:
-        found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        found = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
         model.zero_grad(set_to_none=True)
         return found
 

@@ -3,9 +3,13 @@
 import copy
 import functools
 import gc
+import json
 import logging
 import pickle
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy
 import pytest
@@ -509,3 +513,16 @@ def test_a_step_that_does_not_call_the_model_is_refused():
 
     with pytest.raises(remat.InputError, match="does not call"):
         remat.fit(model, step=step, activations=0.6, adaptive=True)
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs_without_an_accelerator(tmp_path):
+    script = Path(__file__).parent.parent / "benchmarks" / "adaptive.py"
+    out = tmp_path / "adaptive.json"
+    command = [sys.executable, str(script), "--steps", "4", "--passes", "1", "--out", str(out)]
+    subprocess.run(command, check=True, timeout=600, capture_output=True)
+    found = json.loads(out.read_text())
+    assert found["stream"]["within_budget"]
+    assert not found["stream"]["fell_back"]
+    assert found["shortage"]["recovered"] == 1
+    assert found["shortage"]["gradients_equal"]

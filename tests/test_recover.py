@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import remat
+from remat.planner.schedule import make_plan
 from remat.run.recover import Gradients, is_out_of_memory
 
 
@@ -119,6 +120,18 @@ def fitted(model, share=0.7):
     return remat.apply(model, plan_for(share))
 
 
+def offloading(model):
+    """Every region that can sends what it can to the host, also after running out of memory."""
+    seed()
+    allow = [remat.Action.KEEP, remat.Action.RECOMPUTE, remat.Action.OFFLOAD]
+    profile = remat.profile(model, batches(1)[0], allow=allow)
+    menus = [profile.kinds[call.kind].menu for call in profile.calls]
+    choices = [next((i for i, e in enumerate(menu) if e.host_bytes), 0) for menu in menus]
+    handle = remat.apply(model, make_plan(profile, choices, 1 << 40, strategy="all", allow=allow))
+    handle._tighten = lambda failure: None
+    return handle
+
+
 def plain_training(model, micro_steps, accumulate):
     seed(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -130,13 +143,15 @@ def plain_training(model, micro_steps, accumulate):
     return state_of(model, optimizer), random_state()
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("times", [1, 2])
-def test_twenty_faulted_steps_equal_the_plain_ones(accumulate, times):
+@pytest.mark.parametrize(
+    ("accumulate", "times", "plan"),
+    [(1, 1, fitted), (3, 1, fitted), (1, 2, fitted), (3, 2, fitted), (3, 2, offloading)],
+)
+def test_twenty_faulted_steps_equal_the_plain_ones(accumulate, times, plan):
     """A fault at every region call of forward and of backward in turn, also twice in a row."""
     model = Net()
     reference, expected_chance = plain_training(copy.deepcopy(model), batches(), accumulate)
-    handle = fitted(model)
+    handle = plan(model)
     faults = Faults(model)
     seed(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -149,6 +164,9 @@ def test_twenty_faulted_steps_equal_the_plain_ones(accumulate, times):
             optimizer.step()
             optimizer.zero_grad()
     assert faults.raised == 20 * times
+    if plan is offloading:
+        assert handle.engine.counts.sent_bytes > 0
+        assert handle.engine.counts.used_bytes == 0
     assert handle.stats.recovered == 20
     assert_same_state(reference, state_of(model, optimizer))
     assert random_state() == expected_chance

@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from remat.check.peak import release_cached
+from remat.check.untouched import remember_random_state
 from remat.errors import BudgetError, InputError
 from remat.handle import Handle, Programs, chunked_head, planned_regions, tighter_limit
 from remat.planner.bounds import least_budget
@@ -34,7 +35,7 @@ from remat.planner.schedule import refusal, schedule
 from remat.planner.simulate import simulate
 from remat.planner.sizes import Family, MisfitError, family, without_recipes
 from remat.profiling import Request, build_profile, device_of
-from remat.records import Mode, Phase, Plan, Profile, Recipe
+from remat.records import Kind, Mode, Phase, Plan, Profile, Recipe
 from remat.run.journal import Event
 from remat.run.monitor import Monitor, fragmentation_advice, read_device
 from remat.run.program import Program
@@ -53,7 +54,8 @@ __all__ = ["AdaptiveHandle", "Knot", "Measured", "measure_sizes"]
 _PER_OCTAVE = 8  # plans from one size to its double
 _REMEMBERED = 256  # shapes whose regions are ready
 _RESERVE = 0.003  # of the budget, for what lies between two measured sizes
-_RESERVE_CUDA = 0.015  # the same where the allocator cuts pieces that no other size has
+_RESERVE_CUDA = 0.01  # the same on CUDA
+_PIECE_BYTES = 2**19  # of each tensor's piece, that the allocator leaves unused on the average, and counts
 _NOTCH = 0.9  # of the limit, for each tightening
 _OFTEN = 8  # times that a shape has come before its recipes are compiled for it alone
 _LOOK_EVERY = 8  # steps between two looks at the device
@@ -112,6 +114,7 @@ def _shapes_seen(model: nn.Module, run: Callable[[], torch.Tensor]) -> Shapes:
         seen.append(read(args, kwargs))
         raise _SeenError
 
+    put_back = remember_random_state()  # the step may draw before it calls the model
     hook = model.register_forward_pre_hook(note, with_kwargs=True)
     try:
         run()
@@ -119,6 +122,7 @@ def _shapes_seen(model: nn.Module, run: Callable[[], torch.Tensor]) -> Shapes:
         pass
     finally:
         hook.remove()
+        put_back()
     if not seen:
         raise InputError(
             f"the step does not call {type(model).__name__} itself, so that the size of its inputs is not "
@@ -495,10 +499,14 @@ class AdaptiveHandle(Handle):
 
     def _reserve_bytes(self) -> int:
         """Beside the plans: how much the fitted step exceeded its prediction, the copies of buffers that
-        `step` makes, and a share for what lies between the measured sizes."""
-        cuda = self._fitted.profile.environment.device.startswith("cuda")
-        share = _RESERVE_CUDA if cuda else _RESERVE
-        return self._over + remembered_bytes(self.model, self._device) + int(share * self._budget)
+        `step` makes, and what may lie between the measured sizes. On CUDA that is about half a MiB for each
+        tensor that is held: so much of a piece the allocator leaves unused, at one size if not at another."""
+        profile = self._fitted.profile
+        between = int(_RESERVE * self._budget)
+        if profile.environment.device.startswith("cuda"):
+            held = sum(_saved_storages(profile.kinds[call.kind]) for call in profile.calls)
+            between = int(_RESERVE_CUDA * self._budget) + held * _PIECE_BYTES
+        return self._over + remembered_bytes(self.model, self._device) + between
 
     # -- less memory, more memory
 
@@ -576,6 +584,12 @@ def _chart_and_family(measured: Measured, fitted: Plan) -> tuple[Chart, Family, 
 def _floor_log2(ratio: float, steps: int) -> int:
     """floor(steps * log2(ratio)), also of ratios below 1."""
     return math.floor(steps * math.log2(ratio))
+
+
+def _saved_storages(kind: Kind) -> int:
+    if kind.graph is None:
+        return 0
+    return len({kind.graph.values[saved.value].storage for saved in kind.graph.saved})
 
 
 def _has_fused(plan: Plan) -> bool:

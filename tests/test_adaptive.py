@@ -259,6 +259,30 @@ def test_a_graph_that_does_not_fit_is_found_out_within_the_budget(small, monkeyp
     assert all(region.otherwise is not None for region in handle.regions)
 
 
+def test_recipes_that_never_fit_are_not_tried_for_ever(monkeypatch):
+    model, handle, _ = fitted(256)
+    at = Stencil.at
+    monkeypatch.setattr(Stencil, "at", lambda self, size: at(self, size + 8))
+    for length in range(120, 136):
+        model(**tokens(length)).loss.backward()
+    assert handle.stats.fell_back == 3
+    handle.remove()
+
+
+def test_a_size_is_confirmed_only_by_a_forward(monkeypatch):
+    """Running out of memory before the first region has run confirms nothing."""
+    model, handle, _ = fitted(256)
+    fault = Fault(model, layer=0)
+    fault.left = 1
+    handle.step(lambda: model(**tokens(125)).loss)
+    key = handle._now[0]
+    assert handle._ready[handle._now].fresh
+    assert key not in handle._confirmed
+    model(**tokens(125))
+    assert key in handle._confirmed
+    handle.remove()
+
+
 def test_a_stencil_is_what_compiling_would_give(small):
     """Function by function: the same code with numbers in the places that were left open."""
     _, handle, _ = small
@@ -343,9 +367,9 @@ def test_events_go_to_the_log_to_a_callback_and_into_stats(caplog):
 
 
 class Fault:
-    def __init__(self, model):
+    def __init__(self, model, layer=2):
         self.left = 0
-        model.model.layers[2].register_forward_pre_hook(self.strike)
+        model.model.layers[layer].register_forward_pre_hook(self.strike)
 
     def strike(self, module, args):
         if self.left:

@@ -57,6 +57,7 @@ _RESERVE = 0.003  # of the budget, for what lies between two measured sizes
 _RESERVE_CUDA = 0.01  # the same on CUDA
 _PIECE_BYTES = 2**19  # of each tensor's piece, that the allocator leaves unused on the average, and counts
 _NOTCH = 0.9  # of the limit, for each tightening
+_FAILURES = 3  # sizes at which recipes did not fit, before they are tried at no other
 _OFTEN = 8  # times that a shape has come before its recipes are compiled for it alone
 _LOOK_EVERY = 8  # steps between two looks at the device
 
@@ -139,6 +140,7 @@ class _Ready:
     plan: Plan | None  # None: recomputes everything
     head: str | None = None
     fresh: bool = False  # recipes that have not run at this size yet
+    ran: bool = False  # a forward has begun under it
     hits: int = 0
     again: Callable[[], _Ready] | None = None  # the same with fused kernels, where there are any
 
@@ -280,11 +282,12 @@ class AdaptiveHandle(Handle):
                 self._now = None
         if key != self._now or ready.fresh:
             self._go_over(key, ready)
+        ready.ran = True
 
     def _settle(self) -> None:
         """The forward before this one is over: recipes that ran in it for the first time have fitted."""
         ready = None if self._now is None else self._ready.get(self._now)
-        if ready is not None and ready.fresh:
+        if ready is not None and ready.fresh and ready.ran:
             assert self._now is not None
             self._confirmed.add(self._now[0])
             ready.fresh = False
@@ -325,7 +328,7 @@ class AdaptiveHandle(Handle):
                 "fell back", f"no measured size is like {_text(shapes)}: recomputes everything"
             )
             return _Ready({name: Table.whole(tower) for name, tower in self._names.items()}, None)
-        recipes = place.exact and shapes not in self._refused
+        recipes = place.exact and shapes not in self._refused and self._trusts(place.size)
         if place == self._fitted_size and recipes and self._notch == 0 and self._limit is None:
             return self._with_recipes(self._fitted, self._fitted, None, fresh=False)
         if recipes:
@@ -339,6 +342,11 @@ class AdaptiveHandle(Handle):
             if made.entry(index).mode is not Mode.KEEP
         }
         return _Ready(tables, made, chunked_head(made))
+
+    def _trusts(self, size: int) -> bool:
+        """Whether recipes may be tried here: not if they mostly failed at sizes that were not measured."""
+        failed = len(self._refused)
+        return size in self._family.sizes or failed < _FAILURES or len(self._confirmed) > failed
 
     def _prepare_recipes(self, size: int, shapes: Shapes) -> tuple[_Ready | None, bool]:
         """(regions with recipes, whether the budget holds even if these do not fit here)."""

@@ -383,11 +383,28 @@ def test_500_steps_leak_nothing() -> None:
         case.run().backward()
         case.model.zero_grad(set_to_none=True)
 
-    one_step()
+    for _ in range(3):
+        one_step()
     before = live()
     for _ in range(500):
         one_step()
     assert live() == before
+
+
+def test_offload_by_hand_gives_its_host_memory_back() -> None:
+    from remat.run import hosted
+
+    hosted.release()
+    case = ZOO["mlp"]()
+    enable(case.model, offload=True)
+    case.run().backward()
+    (engine,) = hosted._engines.values()
+    assert engine.counts.sent_bytes > 0
+    assert engine.counts.fetched_bytes > 0  # nothing stayed on the device
+    assert engine.counts.pinned_bytes > 0
+    disable(case.model)
+    assert engine.counts.pinned_bytes == 0
+    assert not hosted._engines
 
 
 # ------------------------------------------------------------------------------------------- bad input

@@ -17,6 +17,7 @@ from remat._torch_private import in_backward
 from remat.errors import InputError
 from remat.run.checkpoint import Options, run_checkpointed
 from remat.run.functions import functions
+from remat.run.hosted import release
 from remat.run.select import Select, choose
 from remat.run.status import Status
 from remat.run.wrap import RegionStatus, WrappedForward, unwrap, wrap, wrapped
@@ -45,7 +46,7 @@ def enable(
     select:   "uniform"; "sqrt" (all but about the square root of each tower); "memory" (largest saved bytes
               first) or "compute" (fewest seconds of recomputation per byte first), both measured on `batch`;
               a callable Block -> bool; or module names, globs or classes, as in `only`.
-    offload:  keep the blocks' inputs on the host between forward and backward.
+    offload:  keep the blocks' inputs on the host between forward and backward, moved behind compute.
     only, exclude: module names, sub-models, globs ("*.self_attn") or classes.
     density:  the share of the blocks to checkpoint, in (0, 1].
     """
@@ -87,6 +88,8 @@ def disable(model: nn.Module) -> None:
             there.around = None
     if record is not None:
         record.switch_back(model)
+        if any(region.offload for region in record.regions.values()):
+            release()
 
 
 def status(model: nn.Module) -> Status:

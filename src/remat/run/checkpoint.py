@@ -78,7 +78,8 @@ def checkpoint(fn: Callable[..., Any], *args: Any, offload: bool = False, **kwar
     """`fn(*args, **kwargs)`, with what autograd saves inside recomputed in backward.
 
     Arguments and results may be any nest of lists, tuples and dicts. `offload` keeps the tensor arguments on
-    the host in between. Untouched when no gradient is being recorded or nothing needs one.
+    the host in between, moved behind compute. Untouched when no gradient is being recorded or nothing needs
+    one.
     """
     return _call(fn, args, kwargs, Options(offload=offload))
 

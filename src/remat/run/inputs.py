@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from remat.errors import RecomputeError
-from remat.run.host import Hosted, can_host, to_device, to_host
+from remat.run.host import can_host
+from remat.run.hosted import Hosted, to_device, to_host
 from remat.run.state import habits
 
 __all__ = ["Inputs"]

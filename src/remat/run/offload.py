@@ -309,6 +309,11 @@ class Engine:
             self._host.reserve(on_host, exactly=exactly)
             self._disk.reserve(nbytes - on_host, exactly=exactly)
 
+    def widen(self, nbytes: int) -> None:
+        """Let at least this much be in flight, each way."""
+        with self._lock:
+            self._limit = max(self._limit, nbytes)
+
     def group(self, order: int) -> Group:
         """For one region call. `order` grows along one forward pass: that is how neighbours are known."""
         return Group(self, order)
@@ -613,7 +618,7 @@ def _link_of(device: torch.device) -> Link:
     if device.type == "cuda":
         return CudaLink(device)
     if device.type == "cpu":
-        return SimulatedLink()
+        return SimulatedLink(remember=0)
     raise InputError(f"offload from {device} is not supported; use a CUDA device, or the CPU (simulated)")
 
 

@@ -45,8 +45,8 @@ class SimulatedLink(Link):
     """Copies in virtual time.
 
     `capacity_bytes`: pinned memory beyond this is refused. `fails(direction, number)`: whether the n-th copy
-    asked for raises. `spoil`: a tensor that the engine lets go is overwritten; only for tests in which nobody
-    else uses it any more.
+    asked for raises. `remember`: how many copies `history` holds. `spoil`: a tensor that the engine lets go
+    is overwritten; only for tests in which nobody else uses it any more.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class SimulatedLink(Link):
         capacity_bytes: int | None = None,
         fails: Callable[[Direction, int], bool] = lambda direction, number: False,
         spoil: bool = False,
+        remember: int = 1000,
     ) -> None:
         self.device = torch.device("cpu")
         self.capacity_bytes = capacity_bytes
@@ -67,7 +68,7 @@ class SimulatedLink(Link):
         self.waits = 0  # how often a stream really stood still
         self.waited_seconds = 0.0
         self.violations: list[str] = []
-        self.history: deque[Copy] = deque(maxlen=1000)
+        self.history: deque[Copy] = deque(maxlen=remember)
         self._rate = {Direction.OUT: d2h_bytes_per_second, Direction.BACK: h2d_bytes_per_second}
         self._latency = latency_seconds
         self._free_at = dict.fromkeys(Direction, 0.0)

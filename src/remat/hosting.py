@@ -1,5 +1,5 @@
 """The link to the host, as profiling sees it: its rates, how much a region can send behind compute, and the
-engines that menu entries are measured with."""
+engine that menu entries are measured with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from remat.errors import HostMemoryError
 from remat.records import LinkRates
 from remat.run.hostmem import available_host_bytes
-from remat.run.link import FreeLink
 from remat.run.offload import HOST_SHARE, Engine
 
 __all__ = ["Hosting", "hosting", "link_levels", "settling"]
@@ -25,30 +24,27 @@ _WINDOWS = (1.0, 0.5)  # shares of what a region can send behind compute
 
 @dataclass(frozen=True)
 class Hosting:
-    """What it takes to measure entries that offload. `engine` moves bytes; `free` only times the rest."""
+    """What it takes to measure entries that offload."""
 
     rates: LinkRates
     host_limit_bytes: int
     engine: Engine
-    free: Engine
 
 
 @contextmanager
 def hosting(device: torch.device) -> Iterator[Hosting]:
-    """Calibrate the link and have engines for a while. HostMemoryError: no host memory can be had."""
+    """Calibrate the link and have an engine for a while. HostMemoryError: no host memory can be had."""
     limit = int(available_host_bytes() * HOST_SHARE)
     engine = Engine(device, in_flight_limit_bytes=_EVERYTHING, host_limit_bytes=limit)
-    free = Engine(device, in_flight_limit_bytes=_EVERYTHING, link=FreeLink(device), host_limit_bytes=limit)
     try:
         try:
             link = engine.link
             rates = link.calibrate() if device.type == "cuda" else link.calibrate(_SIMULATED_BYTES, 1)
         except (RuntimeError, MemoryError, OSError) as error:
             raise HostMemoryError(f"the link to the host cannot be measured: {error}") from error
-        yield Hosting(rates, limit, engine, free)
+        yield Hosting(rates, limit, engine)
     finally:
         engine.close()
-        free.close()
 
 
 def link_levels(

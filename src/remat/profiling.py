@@ -68,12 +68,14 @@ __all__ = [
 
 Progress = Callable[[str], None]
 
-_LEVELS = 16  # shares of a region's saved bytes that a recipe is sought for
+_LEVELS = 12  # shares of a region's saved bytes that a recipe is sought for
+_MOVING = 16  # at most so many that offload are measured
 _LOG = logging.getLogger(__name__)
 # What the host does for a recipe, in operations of an untouched step (measured where the host sets the pace):
 _OPS_PER_SLOT = 1.5  # dropping and unpacking one tensor
 _OPS_PER_MOVED = 8.0  # sending one storage to the host and having it back
 _OPS_PER_REGION = 20.0  # looking through the graph of a region that drops anything
+_LONG_SECONDS = 0.3  # a step that takes so long is timed once
 _COMPILING_THREADS = 8
 _KINDS_IN_FULL = 4  # kinds of blocks that are compiled with as many saved sets as pay; more get two each
 _LEAST_SHARE = 0.8  # of the priced replay seconds that a measured entry is believed to cost at the least
@@ -185,8 +187,11 @@ def _whole_step(
     request: Request, blocks: Sequence[Block], found: Survey, device: torch.device
 ) -> tuple[tuple[Segment, ...], float]:
     """Timeline and seconds of the step with every region recomputed as a whole."""
-    _frugal_step(request.model, blocks, request.run)
-    seconds = min(_frugal_step(request.model, blocks, request.run) for _ in range(2))
+    first = _frugal_step(request.model, blocks, request.run)
+    more = [
+        _frugal_step(request.model, blocks, request.run) for _ in range(1 if first > _LONG_SECONDS else 2)
+    ]
+    seconds = min(more)
     for parameter in request.model.parameters():
         parameter.grad = None
     with Meter(device) as meter:
@@ -359,14 +364,18 @@ def _kind(
         menu_entry(Mode.FULL, again, _extra(again, keep, forward_seconds, device), None, len(example.inputs)),
     ]
     note = species.note
-    for recipe in _recipes(graph, keep, device, links) if like is None else _recipes_of(like, graph):
+    menu = _recipes(graph, keep, device, links) if like is None else _recipes_of(like, graph)
+    if graph is not None and can_fuse(device):
+        _compile_side_by_side(graph, menu, device)
+    pace = _Pace()
+    for recipe in sorted(menu, key=lambda recipe: recipe.host_bytes > 0):  # those that stay set the pace
         try:
             recipe, measured = _bench_fused(species, recipe, inputs, device, host)
         except CaptureError as error:
             note = note or str(error)
             continue
         assert graph is not None
-        extra = _recipe_extra(recipe, measured, keep, graph, device)
+        extra = _recipe_extra(recipe, measured, keep, graph, device, pace)
         entries.append(menu_entry(Mode.RECIPE, measured, extra, graph, len(example.inputs), recipe))
     return Kind(
         signature=species.signature,
@@ -389,7 +398,10 @@ def _recipes(
     per_op = _op_seconds(graph, keep, device)
     if can_fuse(device) and not keep.launch_bound:
         graph = fused_prices(graph)
-    return recipes(graph, levels=levels, link_bytes=links, slot_seconds=_OPS_PER_SLOT * per_op)
+    found = recipes(graph, levels=levels, link_bytes=links, slot_seconds=_OPS_PER_SLOT * per_op)
+    staying = [recipe for recipe in found if not recipe.host_bytes]
+    moving = [recipe for recipe in found if recipe.host_bytes]
+    return (*staying, *moving[:: max(-(-len(moving) // _MOVING), 1)])
 
 
 def _op_seconds(graph: RegionGraph, keep: Bench, device: torch.device) -> float:
@@ -421,13 +433,32 @@ def _extra(measured: Bench, keep: Bench, replay_seconds: float, device: torch.de
     return max(measured.seconds - keep.seconds, _LEAST_SHARE * replay_seconds)
 
 
+@dataclass
+class _Pace:
+    """Seconds that recipes were measured to take, over what their operations take alone."""
+
+    measured_seconds: float = 0.0
+    priced_seconds: float = 0.0
+
+    def note(self, extra: float, priced: float) -> float:
+        self.measured_seconds += extra
+        self.priced_seconds += priced
+        return extra
+
+    def seconds(self, priced: float) -> float:
+        return priced * (self.measured_seconds / self.priced_seconds if self.priced_seconds else 1.0)
+
+
 def _recipe_extra(
-    recipe: Recipe, measured: Bench, keep: Bench, graph: RegionGraph, device: torch.device
+    recipe: Recipe, measured: Bench, keep: Bench, graph: RegionGraph, device: torch.device, pace: _Pace
 ) -> float:
-    """Where the host sets the pace, counted: its timings differ by more than recipes do."""
+    """Where the host sets the pace, counted: its timings differ by more than recipes do. What offloads is not
+    timed: it replays operations as the others do."""
     per_op = _op_seconds(graph, keep, device)
     if not per_op:
-        return _extra(measured, keep, recipe.replay_seconds, device)
+        if recipe.offloaded:
+            return pace.seconds(recipe.replay_seconds)
+        return pace.note(_extra(measured, keep, recipe.replay_seconds, device), recipe.replay_seconds)
     host_ops = _OPS_PER_REGION + _OPS_PER_SLOT * len(recipe.dropped) + _OPS_PER_MOVED * len(recipe.offloaded)
     return per_op * host_ops + recipe.replay_seconds
 
@@ -462,8 +493,8 @@ def _bench_recipe(
     """Run a recipe: first with every rebuilt tensor compared bit for bit, then as in training.
 
     What it offloads has left the device when its forward has returned, and is all fetched again in backward.
-    Alone, a region has nothing to hide copies behind: it is timed with a link that takes no time, and the
-    simulator adds what compute has to wait.
+    Alone, a region has nothing to hide copies behind, so it is not timed; the simulator adds what compute
+    has to wait.
     """
     example = species.example
     assert species.graph is not None
@@ -482,12 +513,13 @@ def _bench_recipe(
         if recipe.offloaded and host is not None:
             if host.engine.counts.kept_bytes > stayed:
                 raise CaptureError(f"the host has no {format_bytes(recipe.host_bytes)} for offload")
-            planned.engine = host.free
-        planned.check = False  # it waits for the device, once per step and not once per region
-        times = bench(call, inputs, modules, device)
+        else:
+            planned.check = False  # it waits for the device, once per step and not once per region
+            times = bench(call, inputs, modules, device)
+            levels = replace(levels, seconds=times.seconds, host_seconds=times.host_seconds)
     if planned.counts.fallbacks:
         raise CaptureError(planned.counts.why)
-    return replace(levels, seconds=times.seconds, host_seconds=times.host_seconds)
+    return levels
 
 
 def menu_entry(

@@ -143,7 +143,7 @@ def _times(
     if device.type != "cuda":
         return [(first, host)]
     in_a_row = max(2, min(round(_ENOUGH_SECONDS / _ROUNDS / max(first, 1e-6)), 16))
-    rounds = _ROUNDS if in_a_row > 2 else 2
+    rounds = _ROUNDS if in_a_row > 2 else 1
     return [_seconds(call, inputs, parameters, device, in_a_row) for _ in range(rounds)]
 
 

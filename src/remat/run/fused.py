@@ -349,7 +349,11 @@ def _tried(
     device: torch.device,
 ) -> bool:
     function = overload(name)
-    return _gives_torch_bits(formula, lambda x: function(x, *args, **dict(kwargs)), dtype, device)
+    try:
+        return _gives_torch_bits(formula, lambda x: function(x, *args, **dict(kwargs)), dtype, device)
+    except Exception as error:
+        _LOG.warning("%s runs unfused, its kernel does not compile: %s", name, error)
+        return False
 
 
 def _gives_torch_bits(

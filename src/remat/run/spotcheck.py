@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 import torch
 
-from remat._torch_private import at_end_of_backward, current_backward
+from remat._torch_private import at_end_of_backward, current_backward, current_stream_handle
 from remat.errors import RecomputeError
 from remat.run.same import bits
 
@@ -54,8 +54,16 @@ class SpotCheck:
     """What one graph expects of the tensors that it dropped."""
 
     __slots__ = (
-        "_backward", "_checksums", "_expected", "_found", "_phase", "_probes", "_report", "_wrong",
-    )  # fmt: skip
+        "_backward",
+        "_expected",
+        "_found",
+        "_nan",
+        "_phase",
+        "_probes",
+        "_report",
+        "_running",
+        "_whole",
+    )
 
     def __init__(
         self,
@@ -69,12 +77,14 @@ class SpotCheck:
     ) -> None:
         """Sample those of the dropped tensors that `places` names. `phase` moves the samples, `whole` takes
         checksums of them too."""
-        self._probes, self._report, self._phase = probes, report, phase % PHASES
+        self._probes, self._report, self._phase, self._whole = probes, report, phase % PHASES, whole
         self._backward = -2  # the pass that is looked at: with retain_graph there may be several
-        self._expected = {place: tensors[place].take(probes[place][self._phase]) for place in places}
-        self._found: dict[int, torch.Tensor] = {}
-        self._checksums = {place: _checksum(tensors[place]) for place in places} if whole else None
-        self._wrong: list[tuple[int, torch.Tensor]] = []
+        self._running: _Pass | None = None
+        self._expected = {(place, False): tensors[place].take(probes[place][self._phase]) for place in places}
+        if whole:
+            self._expected |= {(place, True): _checksum(tensors[place]) for place in places}
+        self._found: dict[tuple[int, bool], torch.Tensor] = {}
+        self._nan: dict[int, torch.Tensor] = {}  # sums that are NaN if the tensor has one
 
     def see(self, place: int, tensor: torch.Tensor) -> None:
         """Take the same samples of the replayed tensor (only for the places that were given)."""
@@ -82,33 +92,31 @@ class SpotCheck:
         if backward != self._backward:
             self._backward = backward
             self._found.clear()
-            self._wrong.clear()
-            _expect(self, backward)
-        self._found[place] = tensor.take(self._probes[place][self._phase])
-        if self._checksums is not None:
-            differs = _checksum(tensor) != self._checksums[place]
-            if tensor.is_floating_point():
-                differs &= ~_has_nan(tensor)  # whose bits are the device's own
-            self._wrong.append((place, differs))
-        if tensor.is_cuda and len(self._found) == len(self._expected):
-            _mark(backward)
+            self._nan.clear()
+            self._running = _expect(self, backward)
+        self._found[place, False] = tensor.take(self._probes[place][self._phase])
+        if self._whole:
+            self._found[place, True] = _checksum(tensor)
+            if tensor.is_floating_point():  # the bits of a NaN are the device's own
+                self._nan[place] = tensor.sum(dtype=torch.float32 if tensor.element_size() < 4 else None)
+        if tensor.is_cuda and self._running is not None:
+            self._running.has_seen(self, tensor.device)
 
     def samples(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """(place, expected, found) of the tensors that were replayed."""
-        for place, found in self._found.items():
-            yield place, self._expected[place], found
+        """(place, expected, found) of the tensors that were replayed; of some their checksums, too."""
+        for key, found in self._found.items():
+            yield key[0], self._expected[key], found
 
     def is_complete(self) -> bool:
         return len(self._found) == len(self._expected)
 
-    def flags(self) -> list[torch.Tensor]:
-        """Results of the checksums, on the device."""
-        return [flag for _, flag in self._wrong]
-
     def describe(self) -> str | None:
         """The sentence for the first tensor that differs, in the order of forward; None: none does."""
-        wrong = [place for place, flag in self._wrong if bool(flag)]
-        wrong += [place for place, ours, theirs in self.samples() if bool(_unequal(ours, theirs).any())]
+        wrong = []
+        for (place, is_sum), found in self._found.items():
+            nan = is_sum and place in self._nan and bool(self._nan[place].isnan())
+            if not nan and bool(_unequal(self._expected[place, is_sum], found).any()):
+                wrong.append(place)
         return self._report(max(wrong)) if wrong else None
 
 
@@ -128,39 +136,50 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     if _is_dense(tuple(tensor.shape), tensor.stride()) and not tensor.is_neg():
         flat = tensor.as_strided((tensor.numel(),), (1,))
         size, offset = flat.element_size(), flat.storage_offset()
-        words = flat.numel() * size % 8 == 0 and offset * size % 8 == 0
-        if words and flat.numel():
-            return (flat.view(torch.uint8) if flat.dtype is torch.bool else flat).view(torch.int64).sum()
+        whole = flat.numel() * size % 8 == 0 and offset * size % 8 == 0
+        if whole and flat.numel():
+            words = (flat.view(torch.uint8) if flat.dtype is torch.bool else flat).view(torch.int64)
+            return words.sum().view(1)
     if tensor.is_floating_point():
-        return tensor.sum(dtype=torch.float32 if tensor.element_size() < 4 else tensor.dtype)
-    return tensor.count_nonzero()
-
-
-def _has_nan(tensor: torch.Tensor) -> torch.Tensor:
-    """Also true of an infinity of each sign; then the checksum says nothing, either."""
-    return tensor.sum(dtype=torch.float32 if tensor.element_size() < 4 else tensor.dtype).isnan()
+        return tensor.sum(dtype=torch.float32 if tensor.element_size() < 4 else tensor.dtype).view(1)
+    return tensor.count_nonzero().view(1)
 
 
 # ------------------------------------------------------------------------------ when a backward pass ends
 
 
 class _Pass:
-    """The checks of one backward pass, and on CUDA where in each stream the last of them was taken."""
+    """The checks of one backward pass, and on CUDA where in its stream the last of them was taken."""
 
-    __slots__ = ("checks", "marks")
+    __slots__ = ("checks", "mark", "marked", "streams")
 
     def __init__(self) -> None:
         self.checks: list[SpotCheck] = []
-        self.marks: dict[int, tuple[torch.device, torch.cuda.Event]] = {}  # by the stream's handle
+        self.streams: set[tuple[torch.device, int]] = set()  # that samples were taken on
+        self.mark: tuple[torch.device, torch.cuda.Event] | None = None
+        self.marked = False  # nothing was seen since
+
+    def has_seen(self, check: SpotCheck, device: torch.device) -> None:
+        """Remember how far the stream has to be for all samples to be there. Marking takes the host as long
+        as an operation, so it is done where the last check of the pass is expected."""
+        self.streams.add((device, current_stream_handle(device)))
+        self.marked = False
+        if len(self.checks) < _checks_before or len(self.streams) > 1 or not check.is_complete():
+            return
+        if self.mark is None:
+            self.mark = (device, torch.cuda.Event())  # type: ignore[no-untyped-call]
+        self.mark[1].record(torch.cuda.current_stream(device))
+        self.marked = True
 
 
 # By the number of the pass: its worker threads share it.
 _running: collections.OrderedDict[int, _Pass] = collections.OrderedDict()
 _lock = threading.Lock()
 _readers: dict[torch.device, torch.cuda.Stream] = {}
+_checks_before = 0  # in the pass that ended last
 
 
-def _expect(check: SpotCheck, backward: int) -> None:
+def _expect(check: SpotCheck, backward: int) -> _Pass | None:
     """Have this check read when the running backward pass ends."""
     with _lock:
         first = backward not in _running
@@ -170,23 +189,15 @@ def _expect(check: SpotCheck, backward: int) -> None:
     running.checks.append(check)
     if first and not at_end_of_backward(functools.partial(_read, backward)):
         _running.pop(backward, None)  # unpacked by hand, outside of any backward: nobody will read it
-
-
-def _mark(backward: int) -> None:
-    """Remember how far the stream has to be for a region's samples to be there."""
-    running = _running.get(backward)
-    if running is not None:
-        stream = torch.cuda.current_stream()
-        mark = running.marks.get(stream.cuda_stream)
-        if mark is None:
-            mark = (stream.device, torch.cuda.Event())  # type: ignore[no-untyped-call]
-            running.marks[stream.cuda_stream] = mark
-        mark[1].record(stream)
+        return None
+    return running
 
 
 def _read(backward: int) -> None:
     """Raise if any replay of this backward pass differed: read once for all regions."""
+    global _checks_before
     running = _running.pop(backward, None) or _Pass()
+    _checks_before = len(running.checks)
     with _beside(running):
         wrong = _differ(running.checks)
     if not wrong:
@@ -208,16 +219,15 @@ def _beside(running: _Pass) -> Iterator[None]:
 
     What is read there is let go only after the host has waited for it, so no stream reuses it too early.
     """
-    devices = {device for device, _ in running.marks.values()}
-    if len(devices) != 1 or not all(check.is_complete() for check in running.checks):
+    complete = all(check.is_complete() for check in running.checks)
+    if running.mark is None or not running.marked or not complete:
         yield
         return
-    (device,) = devices
+    device, mark = running.mark
     reader = _readers.get(device)
     if reader is None:
         reader = _readers.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-    for _, mark in running.marks.values():
-        reader.wait_event(mark)
+    reader.wait_event(mark)
     with torch.cuda.stream(reader):
         yield
 
@@ -225,15 +235,9 @@ def _beside(running: _Pass) -> Iterator[None]:
 def _differ(checks: list[SpotCheck]) -> bool:
     """Whether any sample or checksum differs in any bit. All NaNs count as one only in `describe`."""
     groups: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    flags: dict[torch.device, list[torch.Tensor]] = {}
     for check in checks:
         for _, expected, found in check.samples():
             ours, theirs = groups.setdefault((found.device, found.dtype), ([], []))
             ours.append(expected)
             theirs.append(found)
-        for flag in check.flags():
-            flags.setdefault(flag.device, []).append(flag)
-    same = all(
-        torch.equal(bits(torch.cat(ours)), bits(torch.cat(theirs))) for ours, theirs in groups.values()
-    )
-    return not same or any(bool(torch.stack(found).any()) for found in flags.values())
+    return not all(torch.equal(bits(torch.cat(a)), bits(torch.cat(b))) for a, b in groups.values())

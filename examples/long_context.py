@@ -2,7 +2,7 @@
 
     remat plan examples/long_context.py:build --budget 22GiB --device rtx4090 --dtype bf16 --html plan.html
 
-or from Python, for several lengths at once:
+or from Python, for several budgets at once:
 
     python examples/long_context.py
 
@@ -44,19 +44,19 @@ def build(length: int = 32768) -> dict[str, object]:
 
 
 def main() -> None:
-    print(f"1B Llama on one rtx4090, {BUDGET}, one sequence, without an optimizer")
-    print(f"{'tokens':>8}{'plain peak':>12}{'planned':>12}{'slowdown':>10}")
-    for length in (8192, 32768):
-        job = build(length)
-        profile = remat.profile(job["model"], job["batch"], device="rtx4090", dtype=torch.bfloat16)
+    job = build()
+    profile = remat.profile(job["model"], job["batch"], device="rtx4090", dtype=torch.bfloat16)
+    print("1B Llama, one sequence of 32768 tokens, on one rtx4090")
+    print(f"{'budget':>8}{'plain peak':>12}{'planned':>12}{'slowdown':>10}")
+    for budget in (BUDGET, "20GiB", "18GiB", "8GiB"):
         try:
-            plan = remat.plan(profile, BUDGET)
+            plan = remat.plan(profile, budget)
         except remat.BudgetError as error:
-            print(f"{length:>8}  out of reach: {format_bytes(error.needed)} is the least")
+            print(f"{budget:>8}  out of reach: {format_bytes(error.needed)} is the least")
             continue
         slowdown = plan.predicted_seconds / plan.plain_seconds
         plain, peak = format_bytes(plan.plain_peak_bytes), format_bytes(plan.predicted_peak_bytes)
-        print(f"{length:>8}{plain:>12}{peak:>12}{slowdown:>9.3f}x")
+        print(f"{budget:>8}{plain:>12}{peak:>12}{slowdown:>9.3f}x")
 
 
 if __name__ == "__main__":

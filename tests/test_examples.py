@@ -8,7 +8,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 PRINTED = {
-    "long_context.py": ["rtx4090", "32768", "slowdown"],
+    "long_context.py": ["rtx4090", "32768", "slowdown", "out of reach"],
     "fit_llama.py": ["budget", "equal bit for bit", "losses"],
     "plan_without_gpu.py": ["h100-80gb", "slowdown"],
 }

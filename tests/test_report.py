@@ -17,10 +17,12 @@ from planner.build import GraphBuilder
 from remat.planner.simulate import simulate
 from remat.records import Action, Mode, Plan
 from remat.show.decisions import region_rows, tensor_rows
+from remat.show.facts import trade_off
 from remat.show.scalars import scalars_of
 from remat.show.text import Report
 
 LAYERS = 6
+PARTS = ("parameters", "gradients", "optimizer", "kept", "moving", "working")
 
 
 class Block(nn.Module):
@@ -130,9 +132,12 @@ def test_offloaded_tensors_and_the_link_show_when_a_plan_has_them():
     kept = tensor_rows(kinds[plan.profile.calls[index].kind], other)
     assert [row.nbytes for row in kept if row.action == Action.OFFLOAD.value] == [moved]
     data = Report(plan).as_dict()
-    sent, back = (sum(p[k] for p in data["link"]) for k in ("to_host_bytes", "from_host_bytes"))
-    assert sent > 0
+    assert row.way.endswith("+offload")
+    sent, back = (sum(p[k] for p in data["link"]["points"]) for k in ("to_host_bytes", "from_host_bytes"))
+    assert sent == data["link"]["host_bytes"] > 0
     assert sent >= back  # what has not left the device yet is used where it is
+    for point in data["timeline"]["points"]:
+        assert sum(point[part] for part in PARTS) == point["peak_bytes"]
     assert "on the host" in str(Report(plan))
     assert "on the host" not in str(planned(0.5).report())
 
@@ -140,13 +145,21 @@ def test_offloaded_tensors_and_the_link_show_when_a_plan_has_them():
 # ------------------------------------------------------------------------------------------------- reports
 
 
+def test_a_plan_that_may_offload_is_compared_quickly():
+    """Planning with offload takes seconds for each budget: the curve is of recomputation, and says so."""
+    plan = replace(planned(0.5), allow=(Action.KEEP, Action.RECOMPUTE, Action.OFFLOAD))
+    found = trade_off(plan)
+    assert found["offload"] is True
+    assert [row["strategy"] for row in found["strategies"]][:3] == ["optimal", "optimal, no offload", "none"]
+    assert found["strategies"][0]["seconds"] == plan.predicted_seconds
+
+
 def test_a_plan_reports_itself(tmp_path):
     plan = planned(0.5)
     data = json.loads(plan.report().save(tmp_path / "plan.json").read_text())
     points = data["timeline"]["points"]
     for point in points:
-        parts = ("parameters", "gradients", "optimizer", "kept", "working")
-        assert sum(point[part] for part in parts) == point["peak_bytes"]
+        assert sum(point[part] for part in PARTS) == point["peak_bytes"]
     assert max(point["peak_bytes"] for point in points) == plan.predicted_peak_bytes
     assert max(data["timeline"]["plain_peak_bytes"]) == plan.plain_peak_bytes
     assert len(data["timeline"]["plain_peak_bytes"]) == len(points)
@@ -154,7 +167,8 @@ def test_a_plan_reports_itself(tmp_path):
     frontier = data["trade_off"]["frontier"]
     assert [p["seconds"] for p in frontier] == sorted((p["seconds"] for p in frontier), reverse=True)
     assert {"optimal", "none", "full", "sqrt(L)"} <= {r["strategy"] for r in data["trade_off"]["strategies"]}
-    assert data["compared"] == data["events"] == data["link"] == []
+    assert data["compared"] == data["events"] == []
+    assert data["link"] is None
     text = plan.report().save(tmp_path / "plan.txt").read_text()
     assert "not verified" in text
     assert "█" in text

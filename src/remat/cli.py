@@ -32,7 +32,15 @@ PlanFiles = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-Allow = Annotated[str, typer.Option(metavar="ACTIONS", help="What plans may do: keep, recompute, chunk, ...")]
+Allow = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ACTIONS",
+        help="What plans may do: keep,recompute,offload,chunk. Without: all that leaves gradients equal to "
+        "the bit, offload where there is a link to a host.",
+        show_default=False,
+    ),
+]
 Dtype = Annotated[
     str | None,
     typer.Option(metavar="DTYPE", help="Cast the model first: bfloat16, float16, ...", show_default=False),
@@ -96,7 +104,7 @@ def plan(
     dtype: Dtype = None,
     optimizer: Optimizer = None,
     accumulate: Annotated[bool, typer.Option(help="Gradients stay between micro-steps.")] = False,
-    allow: Allow = "keep,recompute",
+    allow: Allow = None,
     compiled: Compile = False,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Save the plan as JSON.", show_default=False)
@@ -131,9 +139,9 @@ def plan(
     from remat.jobs import load_job
 
     job = load_job(what, dtype=dtype, optimizer=optimizer)
-    options: dict[str, Any] = {"accumulate": accumulate}
+    options: dict[str, Any] = {"accumulate": accumulate, "allow": actions}
     if device is None:
-        options |= {"allow": actions, "compile": compiled or None}
+        options["compile"] = compiled or None
     made = remat.plan(job.profile(device, **options), budget, activations=activations, allow=actions)
     report = made.report()
     if out is not None:
@@ -188,11 +196,11 @@ def compare(
     """Compare plans with what people do by hand: uniform, sqrt, memory-first, compute-first, full, none."""
     from dataclasses import asdict
 
-    from remat.planner.strategies import compare as strategies
+    from remat.show.facts import comparison
     from remat.show.tables import compare_table
 
     found = [(path, _load_plan(path)) for path in plans]
-    rows = [strategies(p.profile, p.budget_bytes, allow=p.allow) for _, p in found]
+    rows = [comparison(p) for _, p in found]
     if as_json:
         _print_json(
             [
@@ -249,7 +257,7 @@ def bench(
     ] = None,
     dtype: Dtype = None,
     optimizer: Optimizer = None,
-    allow: Allow = "keep,recompute",
+    allow: Allow = None,
     compiled: Compile = False,
     repeats: Annotated[int, typer.Option(min=1, help="Timed steps per way; the median counts.")] = 5,
     as_json: AsJson = False,
@@ -309,8 +317,8 @@ def _load_plan(path: Path) -> remat.Plan:
         raise type(error)(f"{path}: {error}") from error
 
 
-def _actions(allow: str) -> list[str]:
-    return [action.strip() for action in allow.split(",") if action.strip()]
+def _actions(allow: str | None) -> list[str] | None:
+    return None if allow is None else [action.strip() for action in allow.split(",") if action.strip()]
 
 
 def _torch_device(name: str) -> str:

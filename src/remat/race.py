@@ -45,7 +45,7 @@ def race(
     *,
     budgets: Sequence[str | int] = (),
     activations: Sequence[float] = (),
-    allow: Sequence[str] = ("keep", "recompute"),
+    allow: Sequence[str] | None = None,
     compile: bool | str | None = None,
     repeats: int = 5,
     progress: Callable[[str], None] = lambda doing: None,

@@ -65,10 +65,14 @@ class RegionRow:
 
 
 def way(entry: Entry) -> str:
-    """'keep', 'full', 'compiled', or 'recipe/9': a recipe that drops nine saved tensors."""
-    if entry.mode is Mode.RECIPE and entry.recipe is not None:
-        return f"{entry.mode.value}/{len(entry.recipe.dropped)}"
-    return entry.mode.value
+    """'keep', 'full', 'compiled', 'offload', or 'recipe/9', which drops nine saved tensors; '+offload' if
+    others wait on the host."""
+    if entry.mode is not Mode.RECIPE or entry.recipe is None:
+        return entry.mode.value
+    dropped, offloaded = len(entry.recipe.dropped), bool(entry.recipe.offloaded)
+    if offloaded and not dropped:
+        return "offload"
+    return f"recipe/{dropped}" + ("+offload" if offloaded else "")
 
 
 def region_rows(plan: Plan) -> tuple[RegionRow, ...]:

@@ -12,15 +12,15 @@ import remat
 from remat.planner.frontier import frontier
 from remat.planner.schedule import keep_everything
 from remat.planner.simulate import Timeline, simulate
-from remat.planner.strategies import compare
-from remat.records import Environment, Plan, Profile
+from remat.planner.strategies import Row, compare
+from remat.records import Action, Environment, Plan, Profile
 from remat.show.decisions import RegionRow, region_rows
 from remat.units import format_bytes
 
 if TYPE_CHECKING:
     from remat.show.text import Report
 
-__all__ = ["environment_rows", "facts", "notes_of", "trade_off"]
+__all__ = ["comparison", "environment_rows", "facts", "notes_of", "trade_off"]
 
 _MOST_POINTS, _LEAST_POINTS = 20, 5  # of the frontier
 _CALLS_PER_SECOND = 480  # planned per second or so: what a frontier may take
@@ -114,22 +114,27 @@ def _timeline(plan: Plan, timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def _link(timeline: Timeline) -> list[dict[str, Any]]:
-    """The link to the host in each segment; empty where no entry of the plan moves anything."""
-    return [
-        {
-            "point": index,
-            "start_seconds": point.start_seconds,
-            "end_seconds": point.end_seconds,
-            "to_host_bytes": point.out_bytes,
-            "from_host_bytes": point.back_bytes,
-            "in_flight_bytes": point.in_flight_bytes,
-            "ahead_bytes": point.ahead_bytes,
-            "host_bytes": point.host_bytes,
-            "waited_seconds": point.waited_seconds,
-        }
-        for index, point in enumerate(timeline.link.points if timeline.link is not None else ())
-    ]
+def _link(timeline: Timeline) -> dict[str, Any] | None:
+    """What crosses the link to the host, point by point of the timeline; None where nothing does."""
+    if timeline.link is None:
+        return None
+    return {
+        "host_bytes": timeline.link.host_bytes,
+        "waited_seconds": timeline.link.waited_seconds,
+        "points": [
+            {
+                "start_seconds": point.start_seconds,
+                "end_seconds": point.end_seconds,
+                "to_host_bytes": point.out_bytes,
+                "from_host_bytes": point.back_bytes,
+                "in_flight_bytes": point.in_flight_bytes,
+                "ahead_bytes": point.ahead_bytes,
+                "on_host_bytes": point.host_bytes,
+                "waited_seconds": point.waited_seconds,
+            }
+            for point in timeline.link.points
+        ],
+    }
 
 
 def _region(row: RegionRow, plan: Plan, report: Report) -> dict[str, Any]:
@@ -182,15 +187,40 @@ def _without_optimizer(profile: Profile) -> Profile:
 
 
 def trade_off(plan: Plan) -> dict[str, Any]:
-    """Time against memory: the frontier, and what people do by hand, on the same profile."""
+    """Time against memory: the frontier, and what people do by hand, on the same profile.
+
+    Planning with offload takes seconds for each budget, so the frontier is that of recomputation alone.
+    """
     profile = plan.profile
     points = min(_MOST_POINTS, max(_LEAST_POINTS, _CALLS_PER_SECOND // max(len(profile.calls), 1)))
-    found = frontier(profile, points, allow=plan.allow)
-    rows = compare(profile, plan.budget_bytes, allow=plan.allow)
+    found = frontier(profile, points, allow=_without_offload(plan))
     return {
+        "offload": Action.OFFLOAD in plan.allow,
         "frontier": [
             {"peak_bytes": point.peak_bytes, "budget_bytes": point.budget_bytes, "seconds": point.seconds}
             for point in found
         ],
-        "strategies": [asdict(row) for row in rows],
+        "strategies": [asdict(row) for row in comparison(plan)],
     }
+
+
+def comparison(plan: Plan) -> list[Row]:
+    """This plan first, then what else could be done within the same budget: by hand, and without offload."""
+    profile, kept = plan.profile, keep_everything(plan.profile)
+    this = Row(
+        strategy=plan.strategy,
+        peak_bytes=plan.predicted_peak_bytes,
+        seconds=plan.predicted_seconds,
+        feasible=plan.predicted_peak_bytes <= plan.budget_bytes,
+        recomputed=sum(a != b for a, b in zip(plan.choices, kept, strict=True)),
+    )
+    others = compare(profile, plan.budget_bytes, allow=_without_offload(plan))
+    best = [row for row in others if row.strategy == "optimal"]
+    hand = [row for row in others if row.strategy != "optimal"]
+    if Action.OFFLOAD in plan.allow:
+        return [this, *(replace(row, strategy="optimal, no offload") for row in best), *hand]
+    return [this, *hand] if plan.strategy == "optimal" else [this, *best, *hand]
+
+
+def _without_offload(plan: Plan) -> tuple[Action, ...]:
+    return tuple(action for action in plan.allow if action is not Action.OFFLOAD)

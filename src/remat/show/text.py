@@ -90,13 +90,13 @@ class Report:
         """Equal regions in one line: how many, what they keep, what it costs."""
         rows = region_rows(self.plan)
         hosted = any(row.offloaded_bytes for row in rows)
-        head = f"{'regions':<34}{'way':<12}{'held each':>12}{'of':>12}"
+        head = f"{'regions':<34}{'way':<18}{'held each':>12}{'of':>12}"
         lines = [head + (f"{'on the host':>13}" if hosted else "") + f"{'extra each':>12}"]
         for row, count in grouped(rows):
             host = f"{format_bytes(row.offloaded_bytes):>13}" if hosted else ""
             name = f"{count} x {row.tower or 'blocks'}"
             lines.append(
-                f"{name:<34}{row.way:<12}{format_bytes(row.kept_bytes):>12}"
+                f"{name:<34}{row.way:<18}{format_bytes(row.kept_bytes):>12}"
                 f"{format_bytes(row.saved_bytes):>12}{host}{format_seconds(row.extra_seconds):>12}"
             )
         return lines

@@ -97,7 +97,7 @@ function cards() {
 // ------------------------------------------------------------------------------------------------- charts
 
 const PARTS = [["parameters", "parameters"], ["optimizer", "optimizer"], ["gradients", "gradients"],
-  ["kept", "activations kept"], ["working", "working set"]];
+  ["kept", "activations kept"], ["moving", "on the link"], ["working", "working set"]];
 const charts = [];
 
 // On a phone the tooltip goes below the chart, where no finger is.
@@ -200,7 +200,7 @@ function tradeOption() {
   const { option, axis } = base();
   const slow = (row) => row.seconds / (facts.plain_seconds || row.seconds);
   const place = (row) => ({ name: row.strategy, value: [row.peak_bytes, slow(row)], row });
-  const others = facts.trade_off.strategies.filter((row) => row.strategy !== "optimal" && row.strategy !== "none");
+  const others = facts.trade_off.strategies.slice(1).filter((row) => row.strategy !== "none" && !row.strategy.startsWith("optimal"));
   const frontier = facts.trade_off.frontier.map((row) => ({ value: [row.peak_bytes, slow(row)], row }));
   const plan = { value: [facts.predicted_peak_bytes, ratio ?? 1], row: { peak_bytes: facts.predicted_peak_bytes, seconds: facts.predicted_seconds } };
   const plain = { value: [facts.plain_peak_bytes, 1], row: { peak_bytes: facts.plain_peak_bytes, seconds: facts.plain_seconds } };
@@ -224,7 +224,7 @@ function tradeOption() {
     yAxis: { ...axis, type: "value", name: narrow() ? "" : "time, plain step = 1", nameTextStyle: { color: colour("quiet"), align: "left" }, min: bottom - 0.06 * rise, max: bottom + 1.12 * rise,
       axisLabel: { ...axis.axisLabel, showMinLabel: false, showMaxLabel: false, formatter: (value) => `${value.toFixed(rise < 0.1 ? 3 : 2)}×` } },
     series: [
-      { name: "best possible", type: "line", z: 3, color: colour("kept"), data: frontier, symbolSize: 6, lineStyle: { width: 2.5 },
+      { name: facts.trade_off.offload ? "best without offload" : "best possible", type: "line", z: 3, color: colour("kept"), data: frontier, symbolSize: 6, lineStyle: { width: 2.5 },
         areaStyle: { opacity: 0.06, origin: "start" },
         markLine: { silent: true, symbol: "none", lineStyle: { color: colour("budget"), width: 2, type: "solid" },
           label: { formatter: `budget ${bytes(facts.budget_bytes)}`, color: colour("budget"), fontWeight: 600, position: "end", distance: 4 },
@@ -239,21 +239,29 @@ function tradeOption() {
   };
 }
 
+function linkRows(index) {
+  const row = facts.link.points[index];
+  return [["to the host", bytes(row.to_host_bytes), "offloaded"], ["back from it", bytes(row.from_host_bytes), "kept"],
+    ["waiting on the host", bytes(row.on_host_bytes), "plain-line"], ["compute waits", seconds(row.waited_seconds)]];
+}
+
 function linkOption() {
   const { option, axis } = base();
-  const points = facts.timeline.points;
-  const largest = Math.max(1, ...facts.link.map((row) => Math.max(row.to_host_bytes, row.from_host_bytes)));
-  const bar = (name, key, tint) => ({ name, type: "bar", stack: "link", color: colour(tint), barCategoryGap: "8%", data: facts.link.map((row) => row[key]) });
+  const points = facts.link.points;
+  const busiest = Math.max(1, ...points.map((row) => Math.max(row.to_host_bytes, row.from_host_bytes)));
+  const fullest = Math.max(1, ...points.map((row) => row.on_host_bytes));
+  const scale = (largest) => ({ ...axis, type: "value", min: 0, max: 1.1 * largest, ...byteAxis(largest),
+    axisLabel: { ...axis.axisLabel, ...byteAxis(largest).axisLabel, showMaxLabel: false } });
+  const bar = (name, key, tint) => ({ name, type: "bar", stack: "link", color: colour(tint), barCategoryGap: "8%", data: points.map((row) => row[key]) });
   return {
     ...option,
-    tooltip: { ...option.tooltip, trigger: "axis", formatter: ([first]) => {
-      const row = facts.link[first.dataIndex];
-      return tip(points[row.point].label, [["to the host", bytes(row.to_host_bytes), "offloaded"], ["back from it", bytes(row.from_host_bytes), "kept"]]);
-    } },
-    xAxis: { ...stepAxis(axis), boundaryGap: true },
-    yAxis: { ...axis, type: "value", min: 0, max: 1.1 * largest, ...byteAxis(largest),
-      axisLabel: { ...axis.axisLabel, ...byteAxis(largest).axisLabel, showMaxLabel: false } },
-    series: [bar("to the host", "to_host_bytes", "offloaded"), bar("back from it", "from_host_bytes", "kept")],
+    tooltip: { ...option.tooltip, trigger: "axis", formatter: ([first]) => tip(facts.timeline.points[first.dataIndex].label,
+      linkRows(first.dataIndex), `${seconds(points[first.dataIndex].start_seconds)} after the first region began`) },
+    xAxis: { ...stepAxis(axis), boundaryGap: true, data: points.map((_, index) => facts.timeline.points[index].label) },
+    yAxis: [scale(busiest), { ...scale(fullest), splitLine: { show: false }, show: !narrow() }],
+    series: [bar("to the host", "to_host_bytes", "offloaded"), bar("back from it", "from_host_bytes", "kept"),
+      { name: narrow() ? "waiting on the host" : "waiting on the host (right)", type: "line", yAxisIndex: 1, symbol: "none", color: colour("plain-line"),
+        lineStyle: { width: 2 }, areaStyle: { opacity: 0.08 }, data: points.map((row) => row.on_host_bytes) }],
   };
 }
 
@@ -381,7 +389,7 @@ function regionTable() {
 function strategyTable() {
   const columns = [{ name: "Strategy", value: (row) => row.strategy }, { name: "Peak", number: true, value: (row) => row.peak_bytes },
     { name: "Slowdown", number: true, value: (row) => row.seconds }, { name: "Recomputed", number: true, value: (row) => row.recomputed }, { name: "Fits" }];
-  sortable($("strategies"), columns, facts.trade_off.strategies, (row) => [make("tr", { className: row.strategy === "optimal" ? "me" : "" },
+  sortable($("strategies"), columns, facts.trade_off.strategies, (row) => [make("tr", { className: row === facts.trade_off.strategies[0] ? "me" : "" },
     make("td", {}, row.strategy), number(bytes(row.peak_bytes)), number(facts.plain_seconds ? `${(row.seconds / facts.plain_seconds).toFixed(3)}×` : "–"),
     number(`${row.recomputed} of ${facts.regions.length}`), make("td", { className: row.feasible ? "yes" : "no" }, row.feasible ? "yes" : "no"))]);
 }
@@ -425,7 +433,7 @@ document.documentElement.dataset.theme = dark.matches ? "dark" : "light";
 header();
 cards();
 $("memory-note").textContent = `What is allocated at the peak of each part of the step. It is highest at ${facts.peak_at}.`;
-$("trade-note").textContent = "Each point is a way to run this step: the best possible for every budget, and what people do by hand.";
+$("trade-note").textContent = "Each point is a way to run this step: the best for every budget, and what people do by hand.";
 $("memory").setAttribute("aria-label", `Memory over one step: peak ${bytes(facts.predicted_peak_bytes)} at ${facts.peak_at}, budget ${bytes(facts.budget_bytes)}. Arrow keys move along the step.`);
 $("trade").setAttribute("aria-label", `Time against memory: this plan takes ${ratio === null ? "an unknown time" : `${ratio.toFixed(3)} times the plain step`}. The table below has the figures.`);
 chart("memory", memoryOption, facts.timeline.points.length, (at) => {
@@ -436,13 +444,13 @@ chart("trade", tradeOption, facts.trade_off.frontier.length, (at) => {
   const row = facts.trade_off.frontier[at];
   return `peak ${bytes(row.peak_bytes)}, ${seconds(row.seconds)}`;
 });
-if (facts.link.length) {
+if (facts.link !== null) {
   $("link-panel").hidden = false;
-  $("link").setAttribute("aria-label", "Bytes that cross the link to the host in each part of the step.");
-  chart("link", linkOption, facts.link.length, (at) => {
-    const row = facts.link[at];
-    return `${facts.timeline.points[row.point].label}: ${bytes(row.to_host_bytes)} to the host, ${bytes(row.from_host_bytes)} back`;
-  });
+  $("link-note").textContent = `${bytes(facts.link.host_bytes)} of saved tensors wait on the host until backward asks for them; `
+    + `compute waits ${seconds(facts.link.waited_seconds)} for the link.`;
+  $("link").setAttribute("aria-label", "Bytes that cross the link to the host in each part of the step. Arrow keys move along the step.");
+  chart("link", linkOption, facts.link.points.length, (at) =>
+    `${facts.timeline.points[at].label}: ${linkRows(at).map(([name, value]) => `${name} ${value}`).join(", ")}`);
 }
 strategyTable();
 regionTable();

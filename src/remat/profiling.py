@@ -68,8 +68,8 @@ __all__ = [
 
 Progress = Callable[[str], None]
 
-_LEVELS = 12  # shares of a region's saved bytes that a recipe is sought for
-_MOVING = 16  # at most so many that offload are measured
+_LEVELS = 16  # shares of a region's saved bytes that a recipe is sought for
+_MOVING = 12  # at most so many that offload are measured
 _LOG = logging.getLogger(__name__)
 # What the host does for a recipe, in operations of an untouched step (measured where the host sets the pace):
 _OPS_PER_SLOT = 1.5  # dropping and unpacking one tensor

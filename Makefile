@@ -40,7 +40,7 @@ types: $(STAMP)
 # Installed again whenever the requirements change; the pins live in constraints.txt.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[dev,docs,hf,diffusers]'
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[dev,docs,hf,diffusers,trl,lightning]'
 	touch $@
 
 clean:

@@ -80,13 +80,28 @@ def test_structures(model: nn.Module, expected: dict[str, int]) -> None:
     assert towers(model) == expected
 
 
+class Stage(nn.Module):
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(MlpBlock(width) for _ in range(depth))
+        self.down = nn.Linear(width, 2 * width)
+
+
+def test_the_blocks_of_stages_are_the_units() -> None:
+    model = nn.ModuleDict({"stages": nn.ModuleList([Stage(4, 2), Stage(8, 3), Stage(16, 1)])})
+    # the last one holds a single block: it is one itself
+    assert towers(model) == {"stages.0.blocks": 2, "stages.1.blocks": 3, "stages": 1}
+
+
 def test_diffusers_unet_and_sd3() -> None:
     diffusers = pytest.importorskip("diffusers")
     with torch.device("meta"):
         unet = towers(diffusers.UNet2DConditionModel())
         sd3 = towers(diffusers.SD3Transformer2DModel(num_layers=4))
-    assert unet["down_blocks"] == 4
-    assert unet["up_blocks"] == 4
+    # Down and up blocks are stages: the units are the blocks in them, also where a stage has no sibling.
+    assert unet["down_blocks.0.resnets"] == unet["down_blocks.0.attentions"] == 2
+    assert unet["down_blocks.3.resnets"] == 2
+    assert unet["up_blocks.0.resnets"] == 3
     assert sd3 == {"transformer_blocks": 4}
 
 

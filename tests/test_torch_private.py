@@ -181,6 +181,23 @@ def test_the_memory_history_has_the_parts_that_a_snapshot_needs() -> None:
     assert "filename" in inspect.signature(memory._dump_snapshot).parameters
 
 
+def test_hooks_after_accumulation_are_a_live_dictionary() -> None:
+    parameter, ran = torch.nn.Parameter(torch.ones(2)), []
+    assert private.after_accumulation(parameter) == {}
+    handle = parameter.register_post_accumulate_grad_hook(lambda p: ran.append(p.grad.clone()))
+    hooks = private.after_accumulation(parameter)
+    taken = dict(hooks)
+    assert len(taken) == 1
+    hooks.clear()
+    parameter.sum().backward()
+    assert not ran
+    hooks.update(taken)
+    parameter.sum().backward()
+    assert len(ran) == 1
+    handle.remove()
+    assert not private.after_accumulation(parameter)
+
+
 # ---------------------------------------------------------------------------------------- the compiler
 
 

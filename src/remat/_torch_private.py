@@ -23,6 +23,7 @@ from torch.utils import _python_dispatch, _pytree
 __all__ = [
     "StopRecomputation",
     "active_saved_tensors_hooks",
+    "after_accumulation",
     "any_length",
     "at_end_of_backward",
     "below_autograd",
@@ -63,6 +64,15 @@ def below_autograd() -> AbstractContextManager[None]:
 def below_torch_function() -> AbstractContextManager[None]:
     """Tensor subclasses are not asked (`__torch_function__`) about what is done to them inside."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+def after_accumulation(parameter: torch.Tensor) -> dict[int, Any]:
+    """The hooks that run when this parameter's gradient is ready: a live dictionary, empty if there are none.
+
+    What is taken out of it does not run until it is put back.
+    """
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return hooks if hooks is not None else {}
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> bool:

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from remat import ranks
 from remat._torch_private import compiler_problem
 from remat.adaptive import AdaptiveHandle, measure_sizes
 from remat.check import verify as check_verify
+from remat.check.chance import SeededRun
 from remat.check.peak import release_cached, step_peak
 from remat.check.regions import verify_regions
 from remat.check.step import Loss, run_step, signature, tensors_of
@@ -37,7 +39,7 @@ from remat.units import format_bytes, parse_bytes
 
 __all__ = ["Handle", "apply", "fit", "plan", "profile", "verify"]
 
-Step = Callable[[], torch.Tensor]
+Step = Callable[..., torch.Tensor]
 _MARGIN = 0.005  # added to the least budget: what a plan peaks above its prediction
 _PIECES = 0.001  # of the budget, left to the allocator's pieces
 _PIECES_UNSEEN = 0.01  # the same where tensors come later that the confirming run does not have
@@ -67,11 +69,11 @@ def profile(
 
     `batch`: a dict is keyword arguments, a tuple or list positional ones, a tensor the only one. `loss` takes
     (output, batch); by default it is output.loss, or the output itself if it is a scalar. Or `step`: a
-    callable that runs forward and returns the loss. With `optimizer` its state and its own step count, and
-    with `accumulate` (True, or the number of micro-steps) gradients are resident when a step starts. With
-    "chunk" in `allow` the step is measured with its head and loss in chunks, too, and with "offload" (in the
-    default on an accelerator) the link to the host. With `compile=True` blocks are compiled, with a few saved
-    sets each, and measured so (see `fit`).
+    callable that runs forward and returns the loss, and is given the batch if there is one. With `optimizer`
+    its state and its own step count, and with `accumulate` (True, or the number of micro-steps) gradients are
+    resident when a step starts. With "chunk" in `allow` the step is measured with its head and loss in
+    chunks, too, and with "offload" (in the default on an accelerator) the link to the host. With
+    `compile=True` blocks are compiled, with a few saved sets each, and measured so (see `fit`).
 
     With `device` ("h100-80gb", or a remat.devices.Device) nothing is measured: the step is estimated for that
     device without having it, and without memory for weights. Then `model` and `batch` may be functions that
@@ -100,9 +102,10 @@ def profile(
             f"model is a {type(model).__name__}; pass an nn.Module (a function that makes one needs device=)"
         )
     allowed = _actions(allow, offload=device_of(model).type == "cuda")
+    batch = ranks.largest(batch, signature(batch))
     request = _request(model, batch, loss, step, optimizer, accumulate, allowed, compile)
     with showing(f"remat: profiling {type(model).__name__}") as progress:
-        return build_profile(request, progress)
+        return ranks.agree(build_profile(request, progress))
 
 
 def plan(
@@ -163,18 +166,19 @@ def fit(
     allowed = _actions(allow, offload=on_device and adaptive is False)
     if adaptive is not False and Action.OFFLOAD in allowed:
         raise InputError('adaptive plans do not offload yet; leave out adaptive=, or "offload" in allow')
+    batch = ranks.largest(batch, signature(batch))
     request = _request(model, batch, loss, step, optimizer, accumulate, allowed, compile)
-    others = _other_sizes(model, batch, loss, adaptive)
+    others = _other_sizes(request.model, batch, loss, step, adaptive)
     if adaptive is not False and request.compiler:
         raise InputError(
             "adaptive plans do not compile blocks: every new size would compile them again; leave out "
             "adaptive=, or compile="
         )
-    _check_budget_arguments(budget, activations)
+    check_budget_arguments(budget, activations)
     _parse_early(model, budget)
     with showing(f"remat: fitting {type(model).__name__}") as progress:
-        found = build_profile(request, progress)
-        budget_bytes = _budget_bytes(found, budget, activations)
+        found = ranks.agree(build_profile(request, progress))
+        budget_bytes = ranks.least(_budget_bytes(found, budget, activations))
         if adaptive is False:
             handle = _fitted(request, found, budget_bytes, allowed, check, progress)
             handle.on_event = on_event
@@ -254,21 +258,20 @@ def _request(
 ) -> Request:
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; pass an nn.Module")
-    if (batch is None) == (step is None):
+    model, quietly = ranks.unwrap(model)
+    if batch is None and step is None:
         raise InputError(
             "give a batch (and loss= if the model returns none), or step=, a callable that returns the loss"
         )
-    if step is not None:
-        run: Step = step
-    else:
 
-        def run() -> torch.Tensor:
-            return run_step(model, batch, loss)
+    def run() -> torch.Tensor:
+        with quietly():
+            return _run(model, batch, loss, step)
 
     seen = any(p.grad is not None for p in model.parameters())
     return Request(
         model=model,
-        run=run,
+        run=SeededRun(run),
         signature="custom step" if batch is None else signature(batch),
         batch_bytes=0 if batch is None else _batch_bytes(model, batch),
         optimizer=optimizer,
@@ -306,8 +309,15 @@ def _compiler(model: nn.Module, compile: bool | str | None, device: torch.device
     return backend
 
 
+def _run(model: nn.Module, batch: Any, loss: Loss | None, step: Step | None) -> torch.Tensor:
+    """Forward and loss, as the caller has them: the model's own, a function's, a function of the batch."""
+    if step is None:
+        return run_step(model, batch, loss)
+    return step() if batch is None else step(batch)
+
+
 def _other_sizes(
-    model: nn.Module, batch: Any, loss: Loss | None, adaptive: bool | Sequence[Any]
+    model: nn.Module, batch: Any, loss: Loss | None, step: Step | None, adaptive: bool | Sequence[Any]
 ) -> list[tuple[Step, str, int]]:
     """Batches of other sizes to measure, each with a function that runs it."""
     if adaptive is False:
@@ -321,7 +331,7 @@ def _other_sizes(
     else:
         batches = list(adaptive)
     return [
-        (partial(run_step, model, other, loss), signature(other), _batch_bytes(model, other))
+        (SeededRun(partial(_run, model, other, loss, step)), signature(other), _batch_bytes(model, other))
         for other in batches
     ]
 
@@ -344,7 +354,7 @@ def _actions(allow: Sequence[Action | str] | None, *, offload: bool) -> tuple[Ac
     return actions
 
 
-def _check_budget_arguments(budget: int | str | None, activations: float | None) -> None:
+def check_budget_arguments(budget: int | str | None, activations: float | None) -> None:
     if (budget is None) == (activations is None):
         raise InputError(
             'give exactly one of budget= (bytes, "16GiB", "80%") and activations= (a share, like 0.4)'
@@ -362,7 +372,7 @@ def _parse_early(model: nn.Module, budget: int | str | None) -> None:
 
 
 def _budget_bytes(profile: Profile, budget: int | str | None, activations: float | None) -> int:
-    _check_budget_arguments(budget, activations)
+    check_budget_arguments(budget, activations)
     if budget is not None:
         return parse_bytes(budget, total=profile.environment.total_bytes or None)
     assert activations is not None
@@ -391,7 +401,7 @@ def _fitted(
             break
         progress("running the plan once")
         with apply(request.model, made, check=check) as handle:
-            excess = _measured_excess(request, handle, over)
+            excess = ranks.most(_measured_excess(request, handle, over))
             measured = handle.measured
             if Action.OFFLOAD not in handle.plan.allow:  # the host refused: it need not be asked again
                 made, allowed = replace(handle.plan, budget_bytes=budget_bytes), handle.plan.allow
@@ -426,10 +436,12 @@ def _fitted(
     except BaseException:
         handle.remove()
         raise
-    if handle.verification.ok:
+    if ranks.all_of(handle.verification.ok):
         return handle
     handle.remove()
-    return _fitted(request, _without_recipes(found, handle), budget_bytes, allowed, check, progress)
+    return _fitted(
+        request, ranks.agree(_without_recipes(found, handle)), budget_bytes, allowed, check, progress
+    )
 
 
 def _plan_below(found: Profile, budget_bytes: int, over: int, allowed: tuple[Action, ...]) -> Plan:

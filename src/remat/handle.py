@@ -17,7 +17,7 @@ from remat.check.peak import StepPeak
 from remat.check.snapshot import snapshot
 from remat.check.step import fingerprint
 from remat.check.verify import Verification
-from remat.errors import InputError, PlanError, RecoveryError
+from remat.errors import InputError, PlanError, RecoveryError, RematError
 from remat.offloading import engine_for
 from remat.planner.bounds import least_budget
 from remat.planner.schedule import schedule
@@ -197,6 +197,12 @@ class Handle:
     def remove(self) -> None:
         """Take everything off the model again. A second call does nothing."""
         self._installation.remove()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise RematError(
+            "a handle belongs to one model in one process and cannot be copied or pickled; copy the model "
+            "(the copy runs as planned, too), or save handle.plan and use remat.apply(model, plan)"
+        )
 
     def __enter__(self) -> Handle:
         return self

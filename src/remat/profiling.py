@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from remat import ranks
 from remat.check.bench import Bench, bench
-from remat.check.live import Meter
+from remat.check.live import Meter, local_bytes, storages_of
 from remat.check.optimizer import optimizer_bytes
 from remat.check.peak import release_cached
 from remat.check.step import fingerprint
@@ -110,6 +111,7 @@ def device_of(model: nn.Module) -> torch.device:
 def build_profile(request: Request, progress: Progress) -> Profile:
     model, device = request.model, device_of(request.model)
     threading.Thread(target=can_fuse, args=(device,), daemon=True).start()  # its first call takes a second
+    ranks.refuse_strangers(fingerprint(model))
     blocks = find_blocks(model)
     step = _step_bytes(request, device)
     notes: list[str] = []
@@ -238,7 +240,7 @@ def _step_bytes(request: Request, device: torch.device) -> StepBytes:
     parameters = storage_bytes(model.parameters(), device)
     buffers = storage_bytes(model.buffers(), device)
     present = storage_bytes((p.grad for p in model.parameters() if p.grad is not None), device)
-    gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    gradients = sum(local_bytes(p) for p in model.parameters() if p.requires_grad)
     held = optimizer_bytes(request.optimizer, device) if request.optimizer is not None else None
     if device.type == "cuda":
         allocated = torch.cuda.memory_allocated(device)
@@ -256,9 +258,8 @@ def _step_bytes(request: Request, device: torch.device) -> StepBytes:
 
 
 def storage_bytes(found: Any, device: torch.device) -> int:
-    storages = {
-        t.untyped_storage()._cdata: t.untyped_storage() for t in found if t.device.type == device.type
-    }
+    pairs = (pair for tensor in found for pair in storages_of(tensor))
+    storages = {storage._cdata: storage for storage, place in pairs if place.type == device.type}
     return sum(storage.nbytes() for storage in storages.values())
 
 
@@ -270,7 +271,7 @@ def _environment(device: torch.device) -> Environment:
 
 
 def region_call(sighting: Sighting) -> RegionCall:
-    gradients = sum(p.numel() * p.element_size() for p in sighting.module.parameters() if p.requires_grad)
+    gradients = sum(local_bytes(p) for p in sighting.module.parameters() if p.requires_grad)
     return RegionCall(
         name=sighting.name,
         call=sighting.call,
@@ -352,13 +353,13 @@ def _kind(
         return run_checkpointed(example.forward, args, kwargs, Options(name=example.name), modules)
 
     bench(example.forward, inputs, modules, device)  # warm: kernels are loaded, workspaces made
-    keep = bench(example.forward, inputs, modules, device)
+    keep = ranks.agree(bench(example.forward, inputs, modules, device))
     again = bench(full, inputs, modules, device)
     forward_seconds = sum(op.seconds for op in graph.ops) if graph is not None else keep.seconds / 3
     backward_seconds = max(keep.seconds - forward_seconds, forward_seconds)
     links: tuple[int, ...] = ()
     if host is not None and graph is not None:
-        links = link_levels(host.rates, forward_seconds, backward_seconds, graph.saved_bytes)
+        links = ranks.agree(link_levels(host.rates, forward_seconds, backward_seconds, graph.saved_bytes))
     entries = [
         menu_entry(Mode.KEEP, keep, 0.0, graph, len(example.inputs)),
         menu_entry(Mode.FULL, again, _extra(again, keep, forward_seconds, device), None, len(example.inputs)),
@@ -369,10 +370,13 @@ def _kind(
         _compile_side_by_side(graph, menu, device)
     pace = _Pace()
     for recipe in sorted(menu, key=lambda recipe: recipe.host_bytes > 0):  # those that stay set the pace
+        problem = ""
         try:
             recipe, measured = _bench_fused(species, recipe, inputs, device, host)
         except CaptureError as error:
-            note = note or str(error)
+            problem = str(error)
+        if not ranks.all_of(not problem):
+            note = note or problem or "on another rank its replay differs"
             continue
         assert graph is not None
         extra = _recipe_extra(recipe, measured, keep, graph, device, pace)

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from remat.units import format_bytes
 
-__all__ = ["LiveBytes", "Meter", "storages_of"]
+__all__ = ["LiveBytes", "Meter", "local_bytes", "storages_of"]
 
 # Operations whose output is memory that no earlier operation has made, though it aliases an argument:
 # torch.tensor([1.0]) and torch.from_numpy(a) build the tensor first and then only lift it.
@@ -48,12 +48,21 @@ def storages_of(tensor: Tensor) -> Iterator[tuple[torch.UntypedStorage, torch.de
     anything: Any = tensor  # torch's type guard claims that no Tensor can be a wrapper
     if is_traceable_wrapper_subclass(anything):
         for name in anything.__tensor_flatten__()[0]:
-            yield from storages_of(getattr(tensor, name))
+            inner = getattr(tensor, name)
+            if isinstance(inner, Tensor):  # a DTensor names its device mesh here, too
+                yield from storages_of(inner)
     elif tensor.layout is torch.strided:
         yield tensor.untyped_storage(), tensor.device
     else:
         for part in _SPARSE_PARTS.get(tensor.layout, ()):
             yield from storages_of(getattr(tensor, part)())
+
+
+def local_bytes(tensor: Tensor) -> int:
+    """Bytes of the elements that this process has of a tensor: of a DTensor its own shard."""
+    part = getattr(tensor, "to_local", None)  # importing DTensor to ask for it takes seconds
+    mine: Tensor = tensor if part is None else part()
+    return mine.numel() * mine.element_size()
 
 
 class _Entry(weakref.ReferenceType):  # type: ignore[type-arg]

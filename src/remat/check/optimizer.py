@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from remat.check.live import Meter
+from remat.check.live import Meter, local_bytes, storages_of
 from remat.trees import tensors
 
 __all__ = ["OptimizerBytes", "optimizer_bytes"]
@@ -33,14 +33,12 @@ class OptimizerBytes:
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> OptimizerBytes:
     """The optimizer's bytes on the device once it has stepped."""
-    present = sum(
-        t.untyped_storage().nbytes() for t in _state_tensors(optimizer) if t.device.type == device.type
-    )
+    present = _state_bytes(optimizer, device)
     state = temporary = 0
     for group in optimizer.param_groups:
         trained = [p for p in group["params"] if p.requires_grad and p.device.type == device.type]
         for dtype in {p.dtype for p in trained}:
-            sizes = [p.numel() * p.element_size() for p in trained if p.dtype == dtype]
+            sizes = [local_bytes(p) for p in trained if p.dtype == dtype]
             one, two = _probe(optimizer, group, dtype, device, 1), _probe(optimizer, group, dtype, device, 2)
             each = _SIDE * _SIDE * dtype.itemsize
             state += round(one[0] / each * sum(sizes))
@@ -50,8 +48,10 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> O
     return OptimizerBytes(present, max(state, present), temporary)
 
 
-def _state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [tensor for state in optimizer.state.values() for tensor in tensors(state)]
+def _state_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
+    found = [tensor for state in optimizer.state.values() for tensor in tensors(state)]
+    pairs = (pair for tensor in found for pair in storages_of(tensor))
+    return sum(storage.nbytes() for storage, place in pairs if place.type == device.type)
 
 
 def _probe(
@@ -76,6 +76,4 @@ def _probe(
         meter.reset_peak()
         twin.step()
         temporary = meter.peak_bytes() - start
-    return sum(
-        t.untyped_storage().nbytes() for t in _state_tensors(twin) if t.device.type == device.type
-    ), temporary
+    return _state_bytes(twin, device), temporary

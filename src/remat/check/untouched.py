@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from remat import trees
+from remat._torch_private import after_accumulation
 from remat.errors import RematError
 
 __all__ = ["remember_buffers", "remember_random_state", "untouched"]
@@ -23,14 +24,16 @@ def untouched(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
     """Inside, `.grad` is None everywhere and steps may run; afterwards all is as it was, also after an error.
 
     Put back: `.grad` (the same tensors with the same values), buffers (same tensors, same values), random
-    number generators, train/eval and requires_grad flags. Parameters and optimizer state are not copied:
-    they must not be written, and if they were, a RematError says which.
+    number generators, train/eval and requires_grad flags. What the user has set to run when a gradient is
+    ready (an optimizer that steps in backward) does not run inside. Parameters and optimizer state are not
+    copied: they must not be written, and if they were, a RematError says which.
     """
     restore = [
         remember_random_state(),
         _flags(model),
         remember_buffers(model),
         _gradients(model),
+        _hooks_after_accumulation(model),
     ]
     versions = _versions(model, optimizer)
     for parameter in model.parameters():
@@ -73,6 +76,21 @@ def _gradients(model: nn.Module) -> Callable[[], None]:
     def put_back() -> None:
         for parameter, grad in saved:
             parameter.grad = grad
+
+    return put_back
+
+
+def _hooks_after_accumulation(model: nn.Module) -> Callable[[], None]:
+    taken = []
+    for parameter in model.parameters():
+        hooks = after_accumulation(parameter)
+        if hooks:
+            taken.append((hooks, dict(hooks)))
+            hooks.clear()
+
+    def put_back() -> None:
+        for hooks, before in taken:
+            hooks.update(before)
 
     return put_back
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -37,33 +38,47 @@ def showing(title: str) -> Iterator[Callable[[str], None]]:
 @contextmanager
 def _line(title: str) -> Iterator[Callable[[str], None]]:
     try:
-        from rich.console import Console
-        from rich.markup import escape
-        from rich.status import Status
+        with _same_random_numbers():
+            from rich.console import Console
+            from rich.markup import escape
+            from rich.status import Status
+
+            console = Console(stderr=True)
+            line = Status(title, console=console)
     except ImportError:  # rich is for people; a machine without it gets plain lines
         with _plain(title) as plain_say:
             yield plain_say
         return
-    console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda doing: None
         return
     start = time.monotonic()
-    line = Status(title, console=console)
     shown = False
 
     def say(doing: str) -> None:
         nonlocal shown
         elapsed = time.monotonic() - start
-        line.update(f"{escape(title)}: {escape(doing)} [dim]{elapsed:.0f} s[/dim]")
-        if not shown and elapsed > _PATIENCE_SECONDS:
-            line.start()
-            shown = True
+        with _same_random_numbers():
+            line.update(f"{escape(title)}: {escape(doing)} [dim]{elapsed:.0f} s[/dim]")
+            if not shown and elapsed > _PATIENCE_SECONDS:
+                line.start()
+                shown = True
 
     try:
         yield say
     finally:
-        line.stop()
+        with _same_random_numbers():
+            line.stop()
+
+
+@contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """rich numbers its styles by chance; the model's own chance must not notice."""
+    before = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(before)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ __all__ = ["Block", "Selector", "find_blocks", "resolve"]
 
 Selector: TypeAlias = "str | type[nn.Module] | Sequence[str | type[nn.Module]]"
 
+_STAGE_SHARE = 0.7  # of a stage's parameters lie in its stacks of blocks
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -49,7 +50,12 @@ def find_blocks(model: nn.Module) -> tuple[Block, ...]:
 
 
 def _search(
-    parent: nn.Module, path: str, seen: set[int], counts: Callable[[nn.Module], bool], lists_only: bool
+    parent: nn.Module,
+    path: str,
+    seen: set[int],
+    counts: Callable[[nn.Module], bool],
+    lists_only: bool,
+    inside_stage: bool = False,
 ) -> list[Block]:
     """Blocks below `parent`. `counts` says which modules are large enough to be one."""
     children = [(name, child) for name, child in parent.named_children() if id(child) not in seen]
@@ -57,6 +63,7 @@ def _search(
     listed = isinstance(parent, _CONTAINERS)
     # A list that repeats one class is a stack: its odd ones out (a dense layer before MoE layers) belong too.
     stack = isinstance(parent, nn.ModuleList) and any(n > 1 for n in kinds.values())
+    stages = listed and (inside_stage or _unlike([child for _, child in children if counts(child)]))
     found = []
     for name, child in children:
         if id(child) in seen:  # shared: listed under two names
@@ -65,15 +72,39 @@ def _search(
         full = f"{path}.{name}" if path else name
         repeated = counts(child) and (kinds[type(child)] > 1 or stack)
         if listed and repeated and not isinstance(child, _CONTAINERS):
-            found.append(Block(full, child, path))
+            if stages and _is_stage(child, counts, inside_stage):
+                found += _search(child, full, seen, counts, lists_only, inside_stage=True)
+            else:
+                found.append(Block(full, child, path))
             continue
         # Stages written as plain containers (ResNet's) are looked into before they count as blocks.
-        inner = _search(child, full, seen, counts, lists_only)
+        inner = _search(child, full, seen, counts, lists_only, inside_stage)
         callable_whole = not isinstance(child, (nn.ModuleList, nn.ModuleDict))
         if not inner and repeated and callable_whole and (listed or not lists_only):
             inner = [Block(full, child, path)]
         found += inner
     return found
+
+
+def _unlike(siblings: Sequence[nn.Module]) -> bool:
+    """Do modules of one class differ in width or depth, as stages do? Layers with experts in them do not."""
+    looks = {(type(module), tuple(p.shape for p in module.parameters())) for module in siblings}
+    return len(looks) > len({type(module) for module in siblings})
+
+
+def _is_stage(module: nn.Module, counts: Callable[[nn.Module], bool], inside_stage: bool) -> bool:
+    """Is this little more than stacks of blocks (a stage of Swin or ConvNeXt, a down block of a U-Net)? Then
+    the blocks are the units: as a whole a stage is too large to be recomputed at once.
+
+    Inside a stage only a ModuleList is a stack: a Sequential there is a block written as a chain (ResNet's).
+    """
+    lists = (nn.ModuleList,) if inside_stage else (nn.ModuleList, nn.Sequential)
+    stacked = 0
+    for child in module.children():
+        kinds = Counter(type(item) for item in child.children() if counts(item))
+        if isinstance(child, lists) and any(n > 1 for n in kinds.values()):
+            stacked += sum(p.numel() for p in child.parameters())
+    return stacked > _STAGE_SHARE * sum(p.numel() for p in module.parameters())
 
 
 def _has_parameters(module: nn.Module) -> bool:

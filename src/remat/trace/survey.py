@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat.check.live import Meter
+from remat import ranks
+from remat.check.chance import SeededRun
+from remat.check.live import Meter, storages_of
 from remat.errors import CaptureError
 from remat.records import Phase, RegionGraph, Role, Segment
 from remat.run.checkpoint import Options, run_checkpointed
@@ -35,6 +37,9 @@ from remat.trees import signature, tensors
 __all__ = ["Sighting", "Species", "Survey", "survey", "timeline", "with_shared"]
 
 Progress = Callable[[str], None]
+
+_SEEDS = 16  # tried for a run that calls every block
+_SEEDS_WITHOUT_CHANCE = 3  # runs that all leave out the same blocks: it is no chance
 
 
 @dataclass
@@ -128,8 +133,27 @@ def survey(
 ) -> Survey:
     """Run forward twice, every region checkpointed. `measure(species, args, kwargs)` is called for each
     distinct region, in the middle of forward, with the arguments that it is about to be called with."""
-    found = _Sights(model).run(blocks, run)
+    found = _all_sights(model, blocks, run)
     _Captures(model, found, progress, measure).run(blocks, run)
+    return found
+
+
+def _all_sights(model: nn.Module, blocks: Sequence[Block], run: Callable[[], torch.Tensor]) -> Survey:
+    """The first run. Where it leaves blocks out, perhaps by chance (LayerDrop), other seeds are tried, and
+    `run` is left at the one that calls most."""
+    found = _Sights(model).run(blocks, run)
+    if not isinstance(run, SeededRun) or {b.name for b in blocks} <= {s.name for s in found.sightings}:
+        return found
+    best, first = run.seed, [s.name for s in found.sightings]
+    for seed in range(best + 1, best + _SEEDS):
+        run.seed = seed
+        other = _Sights(model).run(blocks, run)
+        if len(other.sightings) > len(found.sightings):
+            best, found = seed, other
+        chance = len(found.sightings) > len(first) or [s.name for s in other.sightings] != first
+        if not chance and seed - best >= _SEEDS_WITHOUT_CHANCE:  # these blocks are simply not used
+            break
+    run.seed = best
     return found
 
 
@@ -238,11 +262,12 @@ class _Captures:
         alike = [i for i, s in enumerate(self._found.species) if self._may_share(s, sighting, text)]
         if alike:
             seen = _graph_of(sighting, args, kwargs, hold=False)
-            for index in alike:
-                if isinstance(seen, str) or seen.graph == self._found.species[index].plain:
-                    return index
+            same = (i for i in alike if isinstance(seen, str) or seen.graph == self._found.species[i].plain)
+            index = ranks.agree(next(same, None))
+            if index is not None:
+                return index
         self._progress(f"capturing {sighting.name}")
-        species = _describe(sighting, text, args, kwargs)
+        species = _agreed(_describe(sighting, text, args, kwargs))
         self._found.species.append(species)
         if self._measure is not None:
             self._measure(species, args, kwargs)
@@ -287,6 +312,18 @@ def _describe(sighting: Sighting, text: str, args: Any, kwargs: Any) -> Species:
         for place in sighting.written_later:
             graph = _without_input(graph, place)
         species.graph = with_shared(graph, sighting.shared)
+    return species
+
+
+def _agreed(species: Species) -> Species:
+    """The same on all ranks: one rank's seconds, and no recipes where a region is not everywhere the same."""
+    if not ranks.all_of(species.graph is not None):
+        species.note = species.note or "on another rank it cannot be captured, or depends on data"
+        species.graph = None
+    elif not ranks.all_equal(species.plain):
+        species.note, species.graph = "its operations differ from rank to rank: they depend on data", None
+    else:
+        species.graph = ranks.agree(species.graph)
     return species
 
 
@@ -373,7 +410,8 @@ class _Clock:
         return self._segments(start)
 
     def _mark(self, phase: Phase, call: int, *, begins: bool) -> None:
-        gradients = sum(p.grad.untyped_storage().nbytes() for p in self._parameters if p.grad is not None)
+        present = (p.grad for p in self._parameters if p.grad is not None)
+        gradients = sum(s.nbytes() for gradient in present for s, _ in storages_of(gradient))
         self._marks.append(
             _Mark(phase, call, begins, self._meter.current_bytes(), self._meter.peak_bytes(), gradients)
         )

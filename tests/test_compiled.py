@@ -470,6 +470,23 @@ def test_gradient_gap() -> None:
     assert gradient_gap([a.bfloat16()], [(a * 1.01).bfloat16()]).ok
 
 
+def test_without_a_partitioner_of_our_own_torch_is_told_by_selective_checkpointing(monkeypatch: Any) -> None:
+    monkeypatch.setattr("remat.api.partitioner_problem", lambda: "this torch has none")
+    case = stack()
+    plain = copy.deepcopy(case.model)
+    found = profile(case, case.model)
+    kind = found.kinds[0]
+    assert kind.compiler == "checkpoint+aot_eager_decomp_partition"
+    sizes = [entry.resident_bytes for entry in kind.menu if entry.mode is Mode.COMPILED]
+    assert len(sizes) == 3  # products and attention, attention, nothing
+    assert sizes == sorted(set(sizes), reverse=True)
+    with remat.apply(case.model, with_variants(case, found, 3)) as handle:
+        expected, got = _gradients(plain, case.batch), _gradients(case.model, case.batch)
+        for name, tensor in expected.items():
+            torch.testing.assert_close(got[name], tensor, rtol=1e-4, atol=1e-6)
+        assert not any(region.counts.fallbacks for region in handle.regions)
+
+
 # ------------------------------------------------------------------------------------ what users compiled
 
 

@@ -244,12 +244,16 @@ def test_compiled_node_is_none_for_eager_code() -> None:
     assert private.compiled_node([torch.ones(1)]) is None
 
 
-def test_compiler_problem_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_problems_name_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert private.compiler_problem("cpu", "aot_eager") == ""
+    assert private.partitioner_problem() == ""
     from torch._functorch import partitioners
+    from torch._inductor import cpp_builder
 
     monkeypatch.delattr(partitioners, "has_recomputable_rng_ops")
-    assert "has_recomputable_rng_ops" in private.compiler_problem("cpu", "aot_eager")
+    assert "has_recomputable_rng_ops" in private.partitioner_problem()
+    monkeypatch.delattr(cpp_builder, "get_cpp_compiler")
+    assert "get_cpp_compiler" in private.compiler_problem("cpu")
 
 
 def test_is_optimized_module() -> None:

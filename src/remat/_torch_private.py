@@ -43,6 +43,7 @@ __all__ = [
     "is_optimized_module",
     "keeps_graph",
     "label_allocations",
+    "partitioner_problem",
     "record_allocations",
     "run_backward",
     "save_allocations",
@@ -202,24 +203,10 @@ Decide = Callable[[torch.fx.GraphModule, Sequence[int], int], Mapping[torch.fx.N
 
 
 def compiler_problem(device_type: str, backend: str = "inductor") -> str:
-    """Why blocks cannot be compiled here with saved sets of our choice; "" if they can."""
-    if not hasattr(torch, "compile"):
-        return "this torch has no torch.compile"
+    """Why torch.compile cannot be used here; "" if it can."""
+    if backend != "inductor":
+        return ""
     try:
-        from torch._functorch import partitioners
-        from torch._inductor import config
-        from torch._inductor.custom_graph_pass import CustomPartitionerFn  # noqa: F401
-
-        wanted = [
-            (config, "custom_partitioner_fn"),
-            (partitioners, "min_cut_rematerialization_partition"),
-            (partitioners, "has_recomputable_rng_ops"),
-        ]
-        for owner, name in wanted:
-            if not hasattr(owner, name):
-                return f"torch {torch.__version__} has no {owner.__name__}.{name}"
-        if backend != "inductor":
-            return ""
         if device_type == "cuda":
             from torch.utils._triton import has_triton
 
@@ -230,6 +217,24 @@ def compiler_problem(device_type: str, backend: str = "inductor") -> str:
     except Exception as error:  # no compiler, or a torch in which these are elsewhere
         return f"torch.compile cannot be used here: {type(error).__name__}: {str(error).splitlines()[0]}"
     return ""
+
+
+def partitioner_problem() -> str:
+    """Why compiled graphs cannot be split by our own decisions; "" if they can. The public way then is
+    selective checkpointing."""
+    try:
+        from torch._functorch import partitioners
+        from torch._inductor import config, custom_graph_pass
+    except ImportError as error:
+        return str(error)
+    wanted = [
+        (config, "custom_partitioner_fn"),
+        (custom_graph_pass, "CustomPartitionerFn"),
+        (partitioners, "min_cut_rematerialization_partition"),
+        (partitioners, "has_recomputable_rng_ops"),
+    ]
+    missing = [f"{owner.__name__}.{name}" for owner, name in wanted if not hasattr(owner, name)]
+    return f"torch {torch.__version__} has no {missing[0]}" if missing else ""
 
 
 def has_compiler(device_type: str) -> bool:

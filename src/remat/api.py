@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from remat import ranks
-from remat._torch_private import compiler_problem
+from remat._torch_private import compiler_problem, partitioner_problem
 from remat.adaptive import AdaptiveHandle, measure_sizes
 from remat.check import verify as check_verify
 from remat.check.chance import SeededRun
@@ -29,7 +29,7 @@ from remat.planner.schedule import keep_everything, refusal, schedule
 from remat.planner.simulate import simulate
 from remat.profiling import Request, build_profile, device_of
 from remat.records import Action, Mode, Phase, Plan, Profile
-from remat.run.compiled import BACKENDS, DEFAULT_BACKEND, is_compiled
+from remat.run.compiled import BACKENDS, DEFAULT_BACKEND, PUBLIC, is_compiled
 from remat.run.journal import Event
 from remat.run.recover import remembered_bytes
 from remat.show.progress import showing
@@ -306,6 +306,8 @@ def _compiler(model: nn.Module, compile: bool | str | None, device: torch.device
     problem = compiler_problem(device.type, backend)
     if problem:
         raise InputError(f"compile={compile!r} is not possible here: {problem}; leave it out to run eagerly")
+    if partitioner_problem():
+        return PUBLIC + (backend if backend == DEFAULT_BACKEND else "aot_eager_decomp_partition")
     return backend
 
 

@@ -86,6 +86,8 @@ class LiveBytes(TorchDispatchMode):
     this one inside it.
     """
 
+    supports_higher_order_operators = True  # their results count; what runs inside of one is not seen
+
     def __init__(self, device: str | torch.device = "cpu", *, limit_bytes: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device_type = torch.device(device).type

@@ -12,6 +12,7 @@ saved set, and a length that was not seen before makes one graph for all lengths
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import threading
 import types
@@ -21,18 +22,21 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from remat import _torch_private as private
 from remat.check.live import LiveBytes
 from remat.errors import CaptureError
 from remat.records import Recipe, RegionGraph
 from remat.run.meter import SavedBytes, storages_of
+from remat.run.replay import overload
 from remat.trace.joint import Joint, kept_labels, labels, read_joint
 from remat.trees import tensors
 
 __all__ = [
     "BACKENDS",
     "DEFAULT_BACKEND",
+    "PUBLIC",
     "CompiledBlock",
     "block_for",
     "compiled_block",
@@ -45,6 +49,7 @@ __all__ = [
 
 DEFAULT_BACKEND = "inductor"
 BACKENDS = (DEFAULT_BACKEND, "aot_eager")  # the second runs the split graphs operation by operation
+PUBLIC = "checkpoint+"  # before the name of a stock backend: selective checkpointing inside of it
 
 _CACHE_SIZE = 64
 _cache: dict[tuple[str, frozenset[str], str], CompiledBlock] = {}
@@ -93,12 +98,21 @@ class CompiledBlock:
     ) -> Any:
         """Run `forward`, the module's own, compiled."""
         if self._run is None:
-            self._run = _compiled(self.key, self._compile)
+            self._run = self._made()
         output = self._run(*_code_of(module, forward), args, kwargs)
         meters = [mode for mode in private.dispatch_modes() if isinstance(mode, LiveBytes)]
         if meters:
             _show(meters, module, (args, kwargs), output)
         return output
+
+    def _made(self) -> Callable[..., Any]:
+        if not self.backend.startswith(PUBLIC):
+            return _compiled(self.key, self._compile)
+        names = sorted({label.partition("#")[0] for label in self.keep})
+        contexts = functools.partial(create_selective_checkpoint_contexts, [overload(name) for name in names])
+        stock = self.backend.removeprefix(PUBLIC)
+        self.graphs += 1
+        return _compiled(self.key, stock, functools.partial(_selectively, contexts))
 
     def _compile(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The backend that dynamo calls with what it captured."""
@@ -126,16 +140,29 @@ def decisions(joint: Joint, keep: frozenset[str]) -> dict[fx.Node, bool]:
     return {**dict.fromkeys(again, False), **found}
 
 
-def _compiled(key: str, backend: Callable[..., Any]) -> Callable[..., Any]:
+def _selectively(contexts: Callable[..., Any], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Save what the operations of the policy give, and compute the rest again: torch's public way, by the
+    kind of an operation and not by its place."""
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def _compiled(
+    key: str, backend: Callable[..., Any] | str, around: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
     def run_block(
         forward: Callable[..., Any], bound: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if around is not None:
+            return around(forward, *bound, *args, **kwargs)
         return forward(*bound, *args, **kwargs)
 
     # What the compiler knows of a function (graphs, lengths that vary), it keeps by its code and its name.
     code = run_block.__code__.replace(co_name=f"remat_block_{key}")
     return torch.compile(
-        types.FunctionType(code, globals(), code.co_name), backend=backend, fullgraph=True, dynamic=None
+        types.FunctionType(code, globals(), code.co_name, None, run_block.__closure__),
+        backend=backend,
+        fullgraph=True,
+        dynamic=None,
     )
 
 

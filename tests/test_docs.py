@@ -87,7 +87,7 @@ def test_a_7b_model_is_planned_without_an_accelerator(tmp_path):
         "    return model, {'input_ids': tokens, 'labels': tokens}\n"
     )
     watched = (
-        "import resource, sys\nsys.argv = ['remat', 'plan', 'seven.py:build', '--budget', '60GiB', "
+        "import resource, sys\nsys.argv = ['remat', 'plan', 'seven.py:build', '--budget', '32GiB', "
         "'--device', 'h100-80gb', '--dtype', 'bf16', '--json', '--out', 'plan.json', '--html', 'plan.html']\n"
         "from remat.cli import main\n"
         "try:\n    main()\nexcept SystemExit as stop:\n    assert not stop.code\n"
@@ -106,7 +106,7 @@ def test_a_7b_model_is_planned_without_an_accelerator(tmp_path):
     report = json.loads(done.stdout)
     parameters = report["step_bytes"]["parameters"]
     assert 13e9 < parameters < 14e9  # 6.7e9 parameters in bfloat16
-    assert report["predicted_peak_bytes"] <= 60 * 2**30
+    assert report["predicted_peak_bytes"] <= 32 * 2**30 < report["plain_peak_bytes"]
     seconds, nbytes = map(float, done.stderr.strip().splitlines()[-1].split())
     assert seconds < 60
     assert nbytes < 4 * 2**30

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import remat
+from remat.records import Entry, Kind
 from remat.show.html import page as html_page
 from remat.show.text import Report
 
@@ -236,6 +237,38 @@ def test_predicted_and_measured_are_side_by_side(opened):
     text = opened.page.locator("#compared").inner_text()
     assert "peak of forward and backward" in text
     assert opened.page.locator("#link-panel").is_hidden()  # this plan moves nothing
+
+
+def test_the_link_is_drawn_when_a_plan_uses_it(browser, report, tmp_path):
+    path = moving(report).save(tmp_path / "moving.html")
+    found = Opened(browser, path)
+    page = found.page
+    assert "wait on the host" in page.locator("#link-note").inner_text()
+    page.wait_for_function("document.querySelectorAll('#link svg path').length > 10")
+    page.locator("#link").focus()
+    page.keyboard.press("ArrowRight")
+    assert "to the host" in page.locator("#link-live").inner_text()
+    assert "On the host" in page.locator("#region-table thead").inner_text()
+    assert found.said == []
+    page.close()
+
+
+def moving(report: Report) -> Report:
+    """The same plan, with the first kept tensor of each recipe sent to the host instead."""
+    profile = report.plan.profile
+
+    def sent(kind: Kind, entry: Entry) -> Entry:
+        recipe, graph = entry.recipe, kind.graph
+        first = next((s for s in recipe.kept if graph.storages[s].charge_bytes), None) if recipe else None
+        if first is None:
+            return entry
+        nbytes = graph.storages[first].charge_bytes
+        recipe = replace(recipe, offloaded=(first,), host_bytes=nbytes)
+        resident = max(entry.resident_bytes - nbytes, 0)
+        return replace(entry, recipe=recipe, host_bytes=nbytes, resident_bytes=resident)
+
+    kinds = tuple(replace(k, menu=tuple(sent(k, entry) for entry in k.menu)) for k in profile.kinds)
+    return replace(report, plan=replace(report.plan, profile=replace(profile, kinds=kinds)))
 
 
 @pytest.mark.parametrize("width", [1280, 390])

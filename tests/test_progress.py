@@ -20,6 +20,13 @@ def test_nothing_is_shown_where_there_is_no_terminal(capsys):
     assert captured.out == captured.err == ""
 
 
+def test_what_is_quick_is_not_shown(monkeypatch, capsys):
+    monkeypatch.setattr(rich.console, "Console", Terminal)
+    with progress.showing("remat: working") as say:
+        say("hardly")
+    assert "working" not in capsys.readouterr().err
+
+
 def test_one_line_even_if_nested(monkeypatch, capsys):
     monkeypatch.setattr(rich.console, "Console", Terminal)
     monkeypatch.setattr(progress, "_PATIENCE_SECONDS", -1.0)

@@ -137,17 +137,22 @@ def plan(
                 "--compile compiles and measures, so it needs the device itself; leave out --device"
             )
     from remat.jobs import load_job
+    from remat.show.progress import showing
 
     job = load_job(what, dtype=dtype, optimizer=optimizer)
     options: dict[str, Any] = {"accumulate": accumulate, "allow": actions}
     if device is None:
         options["compile"] = compiled or None
-    made = remat.plan(job.profile(device, **options), budget, activations=activations, allow=actions)
-    report = made.report()
-    if out is not None:
-        made.save(out)
-    if html is not None:
-        report.save(html)
+    with showing("remat: planning") as progress:
+        profile = job.profile(device, **options)
+        progress("seeking the fastest way")
+        made = remat.plan(profile, budget, activations=activations, allow=actions)
+        report = made.report()
+        if out is not None:
+            made.save(out)
+        if html is not None:
+            progress("drawing the report")
+            report.save(html)
     for path in filter(None, (out, html)):
         typer.echo(f"saved {path}", err=True)
     if as_json:

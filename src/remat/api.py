@@ -150,7 +150,8 @@ def fit(
     `allow`: "keep", "recompute" and "offload" give the same gradients to the bit, and are the default on an
     accelerator. "offload" moves saved tensors to pinned host memory and back, behind compute; on the CPU,
     where that is the same memory, it is simulated and has to be asked for. "chunk" computes head and loss in
-    chunks, so that the logits never exist as a whole: equal within rounding.
+    chunks, so that the logits never exist as a whole, and may run the MLP of a block over pieces of a long
+    sequence: equal within rounding.
 
     `compile=True`: repeated blocks run through torch.compile, each with a saved set that was chosen for it;
     gradients are those of the compiled blocks, equal to the eager ones within rounding. Blocks that cannot be
@@ -168,6 +169,7 @@ def fit(
         raise InputError('adaptive plans do not offload yet; leave out adaptive=, or "offload" in allow')
     batch = ranks.largest(batch, signature(batch))
     request = _request(model, batch, loss, step, optimizer, accumulate, allowed, compile)
+    request = replace(request, parts=request.parts and adaptive is False)
     others = _other_sizes(request.model, batch, loss, step, adaptive)
     if adaptive is not False and request.compiler:
         raise InputError(
@@ -278,6 +280,7 @@ def _request(
         accumulate=seen or (accumulate is True) or (not isinstance(accumulate, bool) and accumulate > 1),
         chunk=Action.CHUNK in allow,
         offload=Action.OFFLOAD in allow,
+        parts=Action.CHUNK in allow,
         compiler=_compiler(model, compile, device_of(model)),
     )
 

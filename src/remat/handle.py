@@ -308,4 +308,6 @@ def _variant(
         compiled,
         entry.gradient_gap,
         entry.host_bytes,
+        (entry.part, entry.chunk_size) if entry.part else None,
+        entry.again,
     )

@@ -25,6 +25,7 @@ from remat.check.optimizer import optimizer_bytes
 from remat.check.peak import release_cached
 from remat.check.step import fingerprint
 from remat.check.untouched import untouched
+from remat.chunking import chunk_entries
 from remat.compiling import compile_hint, compiled_kind
 from remat.errors import CaptureError, HostMemoryError, InputError
 from remat.hosting import Hosting, hosting, link_levels, settling
@@ -96,6 +97,7 @@ class Request:
     compiler: str = ""  # compile blocks with this backend; "": not at all
     like: Profile | None = None  # the same step at another size: measure the recipes that it has, seek none
     offload: bool = False  # measure the link to the host, and entries that use it
+    parts: bool = False  # measure entries that run a part of a region in chunks
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -327,12 +329,12 @@ def _kind_for(
     """The kind as the compiler runs it, if that is wanted and possible."""
     like = request.like.kinds[number:][:1] if request.like is not None else None
     if not request.compiler:
-        return _kind(species, inputs, device, progress, host, like)
+        return _kind(species, inputs, device, progress, host, like, request.parts)
     try:
         most = None if number < _KINDS_IN_FULL else 2
         return compiled_kind(species, inputs, device, request.compiler, progress, menu_entry, most)
     except CaptureError as error:
-        kind = _kind(species, inputs, device, progress, host, like)
+        kind = _kind(species, inputs, device, progress, host, like, request.parts)
         return replace(kind, note="; ".join(filter(None, (f"not compiled, {error}", kind.note))))
 
 
@@ -343,6 +345,7 @@ def _kind(
     progress: Progress,
     host: Hosting | None,
     like: Sequence[Kind] | None = None,
+    parts: bool = False,
 ) -> Kind:
     """Every entry of this region's menu, measured. `like`: the same kind at another size, if there is one."""
     example, graph = species.example, species.graph
@@ -381,6 +384,8 @@ def _kind(
         assert graph is not None
         extra = _recipe_extra(recipe, measured, keep, graph, device, pace)
         entries.append(menu_entry(Mode.RECIPE, measured, extra, graph, len(example.inputs), recipe))
+    if parts:
+        entries += chunk_entries(species, inputs, device, keep, forward_seconds, menu_entry)
     return Kind(
         signature=species.signature,
         menu=sorted_menu(entries),

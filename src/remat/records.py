@@ -40,6 +40,7 @@ class Mode(str, Enum):
     KEEP = "keep"  # untouched: nothing is hooked
     RECIPE = "recipe"  # some saved tensors are dropped and rebuilt one by one
     COMPILED = "compiled"  # one compiled graph, which holds what its recipe keeps and computes the rest again
+    CHUNK = "chunk"  # a part of it (its MLP) runs over pieces of the sequence, and again so in backward
     FULL = "full"  # torch.utils.checkpoint: the whole region runs again in backward
 
 
@@ -226,6 +227,9 @@ class Entry:
     recipe: Recipe | None = None
     measured: bool = False
     gradient_gap: float = 0.0  # to the untouched region's, as a share of their norm; 0.0: equal to the bit
+    part: str = ""  # mode CHUNK: the submodule that runs in chunks
+    chunk_size: int = 0  # positions in one chunk
+    again: bool = False  # mode CHUNK: the rest of the region is recomputed as a whole
 
     def __post_init__(self) -> None:
         if (self.recipe is not None) != (self.mode in (Mode.RECIPE, Mode.COMPILED)):

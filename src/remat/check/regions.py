@@ -38,6 +38,7 @@ def verify_regions(
     """One planned step in which the regions named in `compare` check themselves. The model stays as it is."""
     chosen = [r for r in regions if r.name in compare and any(v.program for v in r.variants.values())]
     compiled = [v for r in regions for v in r.variants.values() if v.compiled is not None]
+    chunked = [v for r in regions for v in r.variants.values() if v.mode is Mode.CHUNK]
     before = {region.name: region.counts.fallbacks for region in regions}
     with untouched(model):
         try:
@@ -52,11 +53,13 @@ def verify_regions(
     compared = sum(len(v.program.slots) for r in chosen for v in r.variants.values() if v.program)
     whole = sum(all(v.mode is Mode.FULL for v in region.variants.values()) for region in regions)
     how = f"rebuilt where they stand, in {len(chosen)} of {len(regions)} planned regions"
-    if len(chosen) < len(regions) - whole - len(compiled):
+    if len(chosen) < len(regions) - whole - len(compiled) - len(chunked):
         how += " (the others have no room for both; each distinct region was compared alone)"
     if compiled:
         how += f", {len(compiled)} compiled (each saved set was compared with the block as it is)"
-    gap = max((variant.gradient_gap for variant in compiled), default=0.0)
+    if chunked:
+        how += f", {len(chunked)} with a part in chunks (each was compared with the region as it is)"
+    gap = max((variant.gradient_gap for variant in (*compiled, *chunked)), default=0.0)
     return Verification(
         bitwise=not failed and not gap,
         ok=not failed,

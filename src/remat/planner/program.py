@@ -127,6 +127,8 @@ def actions(entry: Entry) -> frozenset[Action]:
     """What an entry does, beyond keeping: the actions that must be allowed for it."""
     if entry.mode is Mode.KEEP or (entry.mode is Mode.COMPILED and entry.extra_seconds == 0):
         return frozenset({Action.KEEP})
+    if entry.mode is Mode.CHUNK:
+        return frozenset({Action.CHUNK, Action.RECOMPUTE} if entry.again else {Action.CHUNK})
     needed = {Action.OFFLOAD} if entry.host_bytes else set()
     if entry.recipe is None or entry.recipe.dropped:
         needed.add(Action.RECOMPUTE)

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from remat.run.chunk import chunk_head
+from remat.run.chunk_mlp import ChunkedModule
 from remat.run.compiled import decompiled
 from remat.run.functions import install_function, remove_function
 from remat.run.offload import Engine
@@ -63,6 +64,7 @@ def install(model: nn.Module, regions: Sequence[PlannedRegion], *, head: str | N
                 install_function(planned.name, planned, model)
                 installation.defer(partial(remove_function, planned.name))
             _tap(installation, owner, planned)
+            _chunk_parts(installation, owner, planned)
             installation.regions.append(planned)
     except BaseException:
         installation.remove()
@@ -81,6 +83,15 @@ def tap(installation: Installation, owner: nn.Module, name: str) -> None:
     passing, module = ModuleTap(name), owner.get_submodule(name)
     installation.defer(module.register_forward_pre_hook(passing.before, with_kwargs=True).remove)
     installation.defer(module.register_forward_hook(passing.after, with_kwargs=True).remove)
+
+
+def _chunk_parts(installation: Installation, owner: nn.Module, planned: PlannedRegion) -> None:
+    """Parts that run in chunks, for whichever of the region's inputs it was planned."""
+    parts = dict(variant.chunk for variant in planned.variants.values() if variant.chunk is not None)
+    for name, size in parts.items():
+        module = owner.get_submodule(name)
+        wrap(module, ChunkedModule(f"{planned.name}.{name}", size))
+        installation.defer(partial(unwrap, module))
 
 
 @contextmanager

@@ -49,6 +49,8 @@ class Variant:
     compiled: CompiledBlock | None = None
     gradient_gap: float = 0.0
     host_bytes: int = 0
+    chunk: tuple[str, int] | None = None  # the part that runs in chunks, and their size
+    again: bool = False  # mode CHUNK: the rest runs again as a whole
 
 
 # -------------------------------------------------------------------------------------------- the region
@@ -125,7 +127,7 @@ class PlannedRegion:
         counts.calls += 1
         key, inputs = describe_call(args, kwargs, module.training)
         variant = self.known.get(key) or self._variant(key, module, inputs)
-        if variant.mode is Mode.KEEP or in_functorch():
+        if variant.mode is Mode.KEEP or in_functorch() or (variant.chunk and not variant.again):
             return forward(*args, **kwargs)
         if variant.compiled is not None:
             return self._run_compiled(key, variant.compiled, module, forward, args, kwargs)

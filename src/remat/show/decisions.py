@@ -65,8 +65,10 @@ class RegionRow:
 
 
 def way(entry: Entry) -> str:
-    """'keep', 'full', 'compiled', 'offload', or 'recipe/9', which drops nine saved tensors; '+offload' if
-    others wait on the host."""
+    """'keep', 'full', 'compiled', 'offload', 'chunk' ('+full': the rest runs again), or 'recipe/9', which drops
+    nine saved tensors; '+offload' if others wait on the host."""
+    if entry.mode is Mode.CHUNK and entry.again:
+        return f"{Mode.CHUNK.value}+{Mode.FULL.value}"
     if entry.mode is not Mode.RECIPE or entry.recipe is None:
         return entry.mode.value
     dropped, offloaded = len(entry.recipe.dropped), bool(entry.recipe.offloaded)
@@ -118,6 +120,9 @@ def _region_reason(kind: Kind, entry: Entry) -> str:
     if entry.mode is Mode.FULL:
         why = f" (no recipes: {kind.note})" if kind.note else ""
         return f"{price}: runs again as a whole{why}"
+    if entry.mode is Mode.CHUNK:
+        rest = ", the rest again as a whole" if entry.again else ""
+        return f"{price}: {entry.part} runs {entry.chunk_size} positions at a time{rest}"
     assert entry.recipe is not None
     if entry.mode is Mode.COMPILED:
         return f"{price}: one compiled graph, which computes {len(entry.recipe.dropped)} tensors again"
@@ -216,6 +221,8 @@ def _decision(graph: RegionGraph, storage: int, entry: Entry) -> tuple[Action, s
         return Action.KEEP, "from outside the region: never dropped"
     if entry.mode is Mode.KEEP:
         return Action.KEEP, "the region is untouched"
+    if entry.mode is Mode.CHUNK and not entry.again:
+        return Action.CHUNK, f"kept, or made again by the chunks of {entry.part}"
     if recipe is None:
         if role is Role.INPUT:
             return Action.KEEP, "the region runs again from its inputs"

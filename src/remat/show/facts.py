@@ -63,6 +63,9 @@ def notes_of(plan: Plan) -> list[str]:
     chunks = []
     if plan.profile.chunked and head is not None:
         chunks = [f"{head.head} and the loss run in chunks: gradients equal within rounding, not to the bit"]
+    parts = {plan.entry(call).part for call in range(len(plan.choices))} - {""}
+    if parts:
+        chunks.append(f"{', '.join(sorted(parts))} of some regions runs in chunks: equal within rounding")
     return [*chunks, *plan.profile.notes, *plan.notes]
 
 

@@ -65,8 +65,8 @@ class RegionRow:
 
 
 def way(entry: Entry) -> str:
-    """'keep', 'full', 'compiled', 'offload', 'chunk' ('+full': the rest runs again), or 'recipe/9', which drops
-    nine saved tensors; '+offload' if others wait on the host."""
+    """'keep', 'full', 'compiled', 'offload', 'chunk' ('+full': the rest runs again), or 'recipe/9', which
+    drops nine saved tensors; '+offload' if others wait on the host."""
     if entry.mode is Mode.CHUNK and entry.again:
         return f"{Mode.CHUNK.value}+{Mode.FULL.value}"
     if entry.mode is not Mode.RECIPE or entry.recipe is None:

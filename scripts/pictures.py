@@ -43,7 +43,10 @@ def frontier_option(results: dict[str, Any]) -> dict[str, Any]:
         return {"name": name, "type": kind, "color": colour, "data": data, **style}
 
     remat = [{**p, "label": label("bottom", f"{p['value'][1]:.3f}x")} for p in points("remat")]
-    selective = [{**p, "label": label("top", f"{p['value'][1]:.3f}x")} for p in points("selective")]
+    selective = [
+        {**p, "label": label("right" if place == 0 else "top", f"{p['value'][1]:.3f}x")}
+        for place, p in enumerate(points("selective"))
+    ]
     whole = [{**p, "label": label("left", f"{p['value'][1]:.3f}x")} for p in points("transformers")]
     plain = {"value": [1.0, 1.0], "label": label("top", "untouched")}
     small = {"color": QUIET, "fontSize": 13}

@@ -7,11 +7,13 @@ by operation, so that gradients can be compared bit for bit with the untouched m
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,15 @@ pytestmark = pytest.mark.filterwarnings(
 needs_compiler = pytest.mark.skipif(
     bool(compiler_problem("cpu")), reason=f"no compiler for the host: {compiler_problem('cpu')}"
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget() -> Iterator[None]:
+    """What the compiler keeps is large: other tests in this process count objects and bytes."""
+    yield
+    compiled._cache.clear()
+    torch._dynamo.reset()
+    gc.collect()
 
 
 class Block(nn.Module):
@@ -759,3 +770,22 @@ def test_inductor_fit(monkeypatch: Any) -> None:
         for name, tensor in expected.items():
             torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5)
         assert _held_bytes(case, case.model, handle) == _planned_bytes(handle.plan)
+
+
+# ------------------------------------------------------------------------------------------ the benchmark
+
+
+@pytest.mark.slow
+def test_the_benchmark_records_what_runs_and_what_fails(tmp_path: Any) -> None:
+    script = Path(__file__).parents[1] / "benchmarks" / "compiled.py"
+    out = tmp_path / "compiled.json"
+    options = ["--backend", "aot_eager", "--stock-backend", "none_such", "--rounds", "1", "--runs", "2"]
+    methods = ["--methods", "plain,regional,remat", "--workloads", "tiny-llama", "--out", str(out)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(remat.__file__).parents[1])}
+    subprocess.run([sys.executable, str(script), *options, *methods], env=environment, check=True)
+    found = json.loads(out.read_text())["workloads"]["tiny-llama"]["methods"]
+    assert found["plain"]["time"] == found["plain"]["share"] == 1.0
+    assert "none_such" in found["regional 1.0"]["failed"]
+    assert found["remat 0.45"]["share"] <= 0.451
+    assert found["remat 0.45"]["fallbacks"] == 0
+    assert "BudgetError" in found["remat 0.04"]["failed"]

@@ -69,6 +69,7 @@ function header() {
   $("signature").textContent = facts.signature;
   const found = Object.fromEntries(facts.environment);
   const chips = [found.device, `torch ${found.torch}`, `remat ${found.remat}`, `may ${facts.allow.join(", ")}`];
+  if (found.bytes.startsWith("estimated")) chips.unshift("an estimate: nothing was measured");
   $("chips").append(...chips.map((text) => make("li", {}, text)));
 }
 

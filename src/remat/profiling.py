@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from remat import ranks
-from remat.check.bench import Bench, bench
+from remat.check.bench import Bench, bench, timing
 from remat.check.live import Meter, local_bytes, storages_of
 from remat.check.optimizer import optimizer_bytes
 from remat.check.peak import release_cached
@@ -77,8 +77,8 @@ _LOG = logging.getLogger(__name__)
 _OPS_PER_SLOT = 1.5  # dropping and unpacking one tensor
 _OPS_PER_MOVED = 8.0  # sending one storage to the host and having it back
 _OPS_PER_REGION = 20.0  # looking through the graph of a region that drops anything
-_LONG_SECONDS = 0.3  # a step that takes so long is timed once
-_COMPILING_THREADS = 8
+_LONG_SECONDS = 0.3  # a step that takes so long is timed at once, without warming up
+_COMPILING_THREADS = 2
 _KINDS_IN_FULL = 4  # kinds of blocks that are compiled with as many saved sets as pay; more get two each
 _LEAST_SHARE = 0.8  # of the priced replay seconds that a measured entry is believed to cost at the least
 
@@ -369,10 +369,9 @@ def _kind(
     ]
     note = species.note
     menu = _recipes(graph, keep, device, links) if like is None else _recipes_of(like, graph)
-    if graph is not None and can_fuse(device):
-        _compile_side_by_side(graph, menu, device)
     pace = _Pace()
-    for recipe in sorted(menu, key=lambda recipe: recipe.host_bytes > 0):  # those that stay set the pace
+    menu = tuple(sorted(menu, key=lambda recipe: recipe.host_bytes > 0))  # those that stay set the pace
+    for recipe in _compiling_ahead(graph, menu, device):
         problem = ""
         try:
             recipe, measured = _bench_fused(species, recipe, inputs, device, host)
@@ -472,15 +471,22 @@ def _recipe_extra(
     return per_op * host_ops + recipe.replay_seconds
 
 
-def _compile_side_by_side(graph: RegionGraph, menu: tuple[Recipe, ...], device: torch.device) -> None:
-    """Have a menu's kernels compiled before they are measured: most of a compiler's time is not Python's."""
+def _compiling_ahead(
+    graph: RegionGraph | None, menu: Sequence[Recipe], device: torch.device
+) -> Iterator[Recipe]:
+    """The recipes, while kernels of the next ones compile: a device that measures leaves the host idle."""
+    if graph is None or not can_fuse(device):
+        yield from menu
+        return
 
     def compile_one(recipe: Recipe) -> None:
         with suppress(CaptureError):  # said where it is measured
             compile_recipe(graph, replace(recipe, fused=True), device)
 
     with ThreadPoolExecutor(_COMPILING_THREADS) as pool:
-        list(pool.map(compile_one, menu))
+        for recipe, compiled in [(recipe, pool.submit(compile_one, recipe)) for recipe in menu]:
+            compiled.result()
+            yield recipe
 
 
 def _bench_fused(
@@ -524,8 +530,7 @@ def _bench_recipe(
                 raise CaptureError(f"the host has no {format_bytes(recipe.host_bytes)} for offload")
         else:
             planned.check = False  # it waits for the device, once per step and not once per region
-            times = bench(call, inputs, modules, device)
-            levels = replace(levels, seconds=times.seconds, host_seconds=times.host_seconds)
+            levels = timing(levels, call, inputs, modules, device)
     if planned.counts.fallbacks:
         raise CaptureError(planned.counts.why)
     return levels

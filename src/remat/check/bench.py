@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from remat.trace.capture import entry_copies
 from remat.trace.price import cuda_event
 from remat.trees import tensors
 
-__all__ = ["Bench", "bench"]
+__all__ = ["Bench", "bench", "timing"]
 
 _ENOUGH_SECONDS = 0.08  # of timing for one entry
 _ROUNDS = 3
@@ -34,7 +34,7 @@ class Bench:
     resident_bytes: int
     forward_peak_bytes: int
     backward_peak_bytes: int
-    seconds: float
+    seconds: float = 0.0
     host_seconds: float = 0.0
 
     @property
@@ -54,13 +54,28 @@ def bench(
     parameters = [p for module in modules for p in module.parameters()]
     with Meter(device) as meter:
         levels = _run(call, inputs, parameters, meter)
-    times = _times(call, inputs, parameters, device) if timed else []
-    return Bench(
+    measured = Bench(
         resident_bytes=levels.held - levels.start,
         forward_peak_bytes=levels.forward_peak - levels.start,
         backward_peak_bytes=levels.backward_peak - levels.backward_start,
-        seconds=min((whole for whole, _ in times), default=0.0),  # whatever else happens only ever adds
-        host_seconds=min((host for _, host in times), default=0.0),
+    )
+    return timing(measured, call, inputs, modules, device) if timed else measured
+
+
+def timing(
+    measured: Bench,
+    call: Callable[..., Any],
+    inputs: tuple[tuple[Any, ...], dict[str, Any]],
+    modules: Sequence[nn.Module],
+    device: torch.device,
+) -> Bench:
+    """The same with seconds; the call has been run before."""
+    parameters = [p for module in modules for p in module.parameters()]
+    times = _times(call, inputs, parameters, device)
+    return replace(  # whatever else happens only ever adds
+        measured,
+        seconds=min(whole for whole, _ in times),
+        host_seconds=min(host for _, host in times),
     )
 
 

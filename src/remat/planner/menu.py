@@ -51,9 +51,9 @@ def recipes(
     """The Pareto list of recipes for one region, from most to least resident bytes.
 
     `levels` are shares of the region's saved bytes; by default ten steps of equal size down to the least that
-    is possible, which is always the last level. With `link_bytes` each level is also solved with up to that
-    many bytes moved to the host, or with each of several amounts. `slot_seconds` is what dropping one saved
-    tensor costs beside the replay, `keep_seconds`, per storage, what keeping it costs beside its bytes.
+    is possible, which is always the last level. With `link_bytes` every second level is also solved with up
+    to that many bytes moved to the host, or with each of several amounts. `slot_seconds` is what dropping one
+    saved tensor costs beside the replay, `keep_seconds`, per storage, what keeping it costs beside its bytes.
     Keeping everything is not a recipe and not in the list.
     """
     links = sorted({0, *((link_bytes,) if isinstance(link_bytes, int) else link_bytes)})
@@ -61,9 +61,10 @@ def recipes(
     floor = {link: _least(model, link, time_limit_s) for link in links}
     found: list[Recipe] = []
     for link, least in floor.items():
-        for limit in _limits(graph.saved_bytes, least.resident_bytes, levels):
+        for limit in _limits(graph.saved_bytes, least.resident_bytes, levels)[:: 2 if link else 1]:
             recipe = _solve(model, limit, link, time_limit_s)
             found.append(least if recipe is None else recipe)
+        found.append(least)
     return _pareto(found)
 
 

@@ -3,8 +3,8 @@
     PYTHONPATH=src python benchmarks/adaptive.py --out benchmarks/results/adaptive.json
 
 A Llama of 1.1 billion weights (a tiny one without accelerator), lengths log-normal between 32 and 2,048. The
-budget is the peak of transformers' gradient_checkpointing_enable() on the longest batch; remat gets no more.
-Both train on the same batches in one run, step by step, in changing order, each step timed by itself, plans
+budget is the peak of transformers' gradient_checkpointing_enable() on the longest batch and 2 % more, which
+remat leaves to the allocator's pieces: that batch has to recompute as much in both. Both train on the same batches in one run, step by step, in changing order, each step timed by itself, plans
 for new lengths included; the untouched model too, for comparison. The first pass meets every length for the
 first time, the second knows them. Then the memory of the process is really cut below what a step takes, and
 the step has to recover.
@@ -38,6 +38,7 @@ DTYPE = torch.bfloat16 if CUDA else torch.float32
 ROWS = 8 if CUDA else 1
 LONGEST = 2048 if CUDA else 256
 VOCABULARY = 32000 if CUDA else 64
+_ROOM = 1.02  # the budget over what checkpointing everything takes
 
 
 def llama() -> nn.Module:
@@ -124,7 +125,8 @@ def stream(steps: int, passes: int) -> tuple[dict[str, Any], nn.Module, Any]:
     always = Way("always on", checkpointed, lambda batch: checkpointed(**batch).loss.backward())
     for _ in range(2):
         always.run(tokens(LONGEST))
-    budget, always.peak, always.seconds = always.peak, 0, []
+    budget = int(always.peak * _ROOM)
+    always.peak, always.seconds = 0, []
     clean()
     begin = time.perf_counter()
     handle = remat.fit(planned, tokens(LONGEST), budget, adaptive=True)

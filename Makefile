@@ -8,7 +8,7 @@ WORKERS ?= 2
 STAMP := .venv/.installed
 BIN := .venv/bin
 
-.PHONY: demo test test-all lint types docs browser clean
+.PHONY: demo test test-all families lint types docs browser clean
 
 demo: $(STAMP)
 	$(BIN)/remat demo
@@ -21,6 +21,10 @@ test: $(STAMP) browser
 
 test-all: $(STAMP) browser
 	$(BIN)/pytest -n $(WORKERS)
+
+# Fit every tiny model family and write docs/families.md: about half an hour. A broken-off sweep goes on.
+families: $(STAMP)
+	$(BIN)/python benchmarks/families.py --workers $(WORKERS) --out out/families.json --docs docs/families.md
 
 # The site, in site/; a broken link or reference is an error.
 docs: $(STAMP)

@@ -11,6 +11,14 @@ PRINTED = {
     "long_context.py": ["rtx4090", "32768", "slowdown", "out of reach"],
     "fit_llama.py": ["budget", "equal bit for bit", "losses"],
     "plan_without_gpu.py": ["h100-80gb", "slowdown"],
+    "transformers_trainer.py": ["equal bit for bit", "the same losses as without remat: True"],
+    "lora.py": ["equal bit for bit", "adapters without a gradient: none"],
+    "diffusion_transformer.py": ["offload: activation peak", "equal bit for bit", "loss"],
+    "robot_policy.py": ["equal bit for bit", "vision_tower.layers.0", "joint layer 0"],
+    "lightning_module.py": ["equal bit for bit", "loss"],
+    "ddp.py": ["equal bit for bit", "rank 0: loss", "rank 1: loss"],
+    "fsdp2.py": ["equal bit for bit", "rank 0: loss", "rank 1: loss"],
+    "resnet.py": ["equal bit for bit", "batches that the statistics have seen: 3"],
 }
 
 

@@ -40,7 +40,7 @@ from remat.check.untouched import untouched
 from remat.devices import Device
 from remat.devices import device as find_device
 from remat.errors import CaptureError, InputError
-from remat.hosting import link_levels
+from remat.hosting import link_amounts
 from remat.planner.menu import recipes, working_set_bytes
 from remat.profiling import menu_entry, region_call, sorted_menu, storage_bytes, survey_notes
 from remat.records import (
@@ -264,7 +264,7 @@ class _Menu:
         if graph is not None:
             links: tuple[int, ...] = ()
             if self.link is not None:
-                links = link_levels(self.link, forward_seconds, 2 * forward_seconds, graph.saved_bytes)
+                links = link_amounts(self.link, forward_seconds, 2 * forward_seconds, graph.saved_bytes)
             for recipe in _recipes(graph, links):
                 ran = self._run_recipe(graph, recipe, keep)
                 entries.append(

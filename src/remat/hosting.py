@@ -15,7 +15,7 @@ from remat.records import LinkRates
 from remat.run.hostmem import available_host_bytes
 from remat.run.offload import HOST_SHARE, Engine
 
-__all__ = ["Hosting", "hosting", "link_levels", "settling"]
+__all__ = ["Hosting", "hosting", "link_amounts", "settling"]
 
 _EVERYTHING = 1 << 60  # a limit that never binds: a region alone is measured without back-pressure
 _SIMULATED_BYTES = 2**20  # copied to calibrate a simulated link
@@ -47,7 +47,7 @@ def hosting(device: torch.device) -> Iterator[Hosting]:
         engine.close()
 
 
-def link_levels(
+def link_amounts(
     rates: LinkRates, forward_seconds: float, backward_seconds: float, saved_bytes: int
 ) -> tuple[int, ...]:
     """How many bytes a region may send: what its own seconds hide, out during forward and back during

@@ -28,7 +28,7 @@ from remat.check.untouched import untouched
 from remat.chunking import chunk_entries
 from remat.compiling import compile_hint, compiled_kind
 from remat.errors import CaptureError, HostMemoryError, InputError
-from remat.hosting import Hosting, hosting, link_levels, settling
+from remat.hosting import Hosting, hosting, link_amounts, settling
 from remat.planner.menu import recipes
 from remat.records import (
     Entry,
@@ -362,7 +362,7 @@ def _kind(
     backward_seconds = max(keep.seconds - forward_seconds, forward_seconds)
     links: tuple[int, ...] = ()
     if host is not None and graph is not None:
-        links = ranks.agree(link_levels(host.rates, forward_seconds, backward_seconds, graph.saved_bytes))
+        links = ranks.agree(link_amounts(host.rates, forward_seconds, backward_seconds, graph.saved_bytes))
     entries = [
         menu_entry(Mode.KEEP, keep, 0.0, graph, len(example.inputs)),
         menu_entry(Mode.FULL, again, _extra(again, keep, forward_seconds, device), None, len(example.inputs)),
@@ -566,9 +566,17 @@ def menu_entry(
         holds_inputs=holds_inputs,
         holds_outputs=tuple(held_outputs.values()),
         host_bytes=0 if recipe is None else recipe.host_bytes,
+        fetches_inputs=_fetched(graph, recipe),
         recipe=recipe,
         measured=True,
     )
+
+
+def _fetched(graph: RegionGraph | None, recipe: Recipe | None) -> tuple[int, ...]:
+    """Positions of the inputs that wait on the host."""
+    if graph is None or recipe is None:
+        return ()
+    return tuple(i for i, v in enumerate(graph.inputs) if graph.values[v].storage in recipe.offloaded)
 
 
 def _stays(graph: RegionGraph, storage: int) -> bool:

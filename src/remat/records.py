@@ -230,6 +230,9 @@ class Entry:
     part: str = ""  # mode CHUNK: the submodule that runs in chunks
     chunk_size: int = 0  # positions in one chunk
     again: bool = False  # mode CHUNK: the rest of the region is recomputed as a whole
+    fetches_inputs: tuple[
+        int, ...
+    ] = ()  # positions of inputs that wait on the host; its backward peak has them
 
     def __post_init__(self) -> None:
         if (self.recipe is not None) != (self.mode in (Mode.RECIPE, Mode.COMPILED)):

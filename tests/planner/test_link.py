@@ -80,6 +80,20 @@ def test_points_add_up_and_the_timeline_is_the_same_without_offload() -> None:
     assert simulate(p, [0] * 5).link is None
 
 
+def test_an_input_that_is_fetched_is_counted_once() -> None:
+    """In its backward it is in the entry's own peak; the boundary tensor that it was does not come back."""
+    fetching = dataclasses.replace(hosted(0, 30, backward=50), fetches_inputs=(0,))
+    plain = entry(Mode.KEEP, 100, 0.0, forward=100, backward=20)
+    full = entry(Mode.FULL, 0, 1.0, forward=20, backward=120, inputs=(0,))
+    p = stack([kind(plain, fetching, full)], [0, 0, 0], boundary=30, gradient=0)
+    last = next(point for point in simulate(p, [0, 0, 1]).points if point.label == "layers.2 backward")
+    assert last.working == 50 - 30
+    holding = dataclasses.replace(fetching, holds_outputs=(0,))  # now it may be held by the call that made it
+    p = stack([kind(plain, holding, full)], [0, 0, 0], boundary=30, gradient=0)
+    last = next(point for point in simulate(p, [0, 0, 1]).points if point.label == "layers.2 backward")
+    assert last.working == 50
+
+
 def test_a_region_without_backward_is_not_offloaded() -> None:
     p = blocks(4)
     segments = tuple(s for s in p.segments if not (s.phase.value == "backward" and s.call == 1))

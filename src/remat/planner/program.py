@@ -26,6 +26,7 @@ from remat.planner.simulate import (
     boundaries,
     call_label,
     held_bytes,
+    returned_inputs,
     segment_peak,
     simulate,
     spans,
@@ -146,7 +147,7 @@ def program(profile: Profile, allow: Sequence[Action], window: Window | None = N
         own.setdefault(segment.call, []).append(index)
     shared: dict[tuple[object, ...], tuple[Option, ...]] = {}
     calls = []
-    unread = unread_outputs(profile)
+    unread, returned = unread_outputs(profile), returned_inputs(profile)
     for index, (call, span) in enumerate(zip(profile.calls, spans(profile), strict=True)):
         mine = tuple(own.get(index, ()))
         measured = tuple(profile.segments[k].peak_bytes - profile.segments[k].start_bytes for k in mine)
@@ -159,9 +160,10 @@ def program(profile: Profile, allow: Sequence[Action], window: Window | None = N
             span is None,
             span is not None and span.recorded,
             tuple(unread[index].items()),
+            tuple(returned[index].items()),
         )
         if key not in shared:
-            shared[key] = _options(profile, index, span, mine, unread[index], allow, window)
+            shared[key] = _options(profile, index, span, mine, unread[index], returned[index], allow, window)
         if not shared[key]:
             allowed = ", ".join(action.name for action in allow) or "nothing"
             raise InputError(
@@ -197,6 +199,7 @@ def _options(
     span: Span | None,
     segments: Sequence[int],
     unread: dict[int, int],
+    returned: dict[int, int],
     allow: Sequence[Action],
     window: Window | None,
 ) -> tuple[Option, ...]:
@@ -221,7 +224,7 @@ def _options(
                 entry=number,
                 seconds=entry.extra_seconds + (window.seconds_per_byte if window else 0) * entry.host_bytes,
                 held_bytes=extra,
-                above=tuple(segment_peak(profile.segments[k], entry, reference) for k in segments),
+                above=tuple(segment_peak(profile.segments[k], entry, reference, returned) for k in segments),
                 holds_inputs=frozenset(range(inputs) if entry.mode is Mode.FULL else entry.holds_inputs),
                 holds_outputs=frozenset(entry.holds_outputs),
                 host_bytes=entry.host_bytes,

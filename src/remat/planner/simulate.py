@@ -29,6 +29,7 @@ __all__ = [
     "Timeline",
     "boundaries",
     "call_label",
+    "returned_inputs",
     "segment_peak",
     "simulate",
     "spans",
@@ -149,6 +150,17 @@ def boundaries(profile: Profile) -> tuple[Boundary, ...]:
     return tuple(found)
 
 
+def returned_inputs(profile: Profile) -> tuple[dict[int, int], ...]:
+    """Per call: position -> bytes of the inputs that are counted again in its backward and that nobody but
+    the call itself can hold. An entry that fetches such an input from the host has it in its own peak."""
+    found: tuple[dict[int, int], ...] = tuple({} for _ in profile.calls)
+    for boundary in boundaries(profile):
+        menu = profile.kinds[profile.calls[boundary.producer].kind].menu
+        if not any(boundary.output_position in entry.holds_outputs for entry in menu):
+            found[boundary.consumer][boundary.input_position] = boundary.nbytes
+    return found
+
+
 def unread_outputs(profile: Profile) -> tuple[dict[int, int], ...]:
     """Per call: position -> bytes of the outputs that no region reads. What holds such a tensor is the region
     that made it, and nobody else counts it."""
@@ -174,13 +186,15 @@ def simulate(profile: Profile, choices: Sequence[int]) -> Timeline:
     shifts = _shifts(profile, chosen, references)
     link = link_use(profile, choices)
     moving = [0] * len(shifts) if link is None else link.level_bytes
+    returned = returned_inputs(profile)
     points = []
     gradients = 0  # that exist at the start of the segment, in the measured step
     for segment, shift, held in zip(profile.segments, shifts, moving, strict=True):
         if segment.call < 0:
             above = max(segment.peak_bytes - segment.start_bytes, 0)
         else:
-            above = segment_peak(segment, chosen[segment.call], references[segment.call])
+            entry, reference = chosen[segment.call], references[segment.call]
+            above = segment_peak(segment, entry, reference, returned[segment.call])
         # Under accumulation all gradients are there from the start. New ones are made and added to them, so
         # their bytes are a part of the segment's own peak, but not of any later level.
         present = profile.step.gradients if profile.accumulate else gradients
@@ -238,7 +252,7 @@ def _shifts(profile: Profile, chosen: Sequence[Entry], references: Sequence[Entr
     return levels
 
 
-def segment_peak(segment: Segment, entry: Entry, reference: Entry) -> int:
+def segment_peak(segment: Segment, entry: Entry, reference: Entry, returned: dict[int, int]) -> int:
     """The peak of a region's segment above the level at its start, if the region runs in `entry`."""
     measured = max(segment.peak_bytes - segment.start_bytes, 0)
     if entry == reference:
@@ -247,7 +261,10 @@ def segment_peak(segment: Segment, entry: Entry, reference: Entry) -> int:
     # gradients of inputs that are summed, allocator rounding): what the reference showed in the step beyond
     # what it showed alone is added to every other entry. Where it showed less, nothing is taken off.
     in_situ = max(measured - _peak_alone(segment, reference), 0)
-    return max(_peak_alone(segment, entry), 0) + in_situ
+    twice = sum(returned.get(position, 0) for position in entry.fetches_inputs)
+    if segment.phase is not Phase.BACKWARD:
+        twice = 0
+    return max(_peak_alone(segment, entry) - twice, 0) + in_situ
 
 
 def _peak_alone(segment: Segment, entry: Entry) -> int:

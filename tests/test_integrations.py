@@ -149,6 +149,29 @@ def test_a_budget_out_of_reach_stops_the_training_before_it_starts(tmp_path: Pat
         RematCallback(activations=0.5).on_train_begin(None, None, None)
 
 
+def test_a_step_that_runs_out_of_memory_is_run_again(tmp_path: Path) -> None:
+    """In the middle of an accumulation, too: losses and weights are those of a training that never failed."""
+    from remat.integrations.transformers import RematCallback
+
+    plain, fitted = llama(), llama()
+    more = {"gradient_accumulation_steps": 2, "max_steps": 4}
+    expected = trained(plain, tmp_path, **more)
+    callback, calls = RematCallback(activations=0.65), []
+
+    def fail_once(*_: Any) -> None:
+        if callback.handle is not None:  # not while planning
+            calls.append(1)
+            if len(calls) == 4:
+                raise torch.OutOfMemoryError("no room, for once")
+
+    hook = fitted.model.layers[2].register_forward_hook(fail_once)
+    trainer = trained(fitted, tmp_path, [callback], **more)
+    hook.remove()
+    assert losses(trainer) == losses(expected)
+    assert_equal_weights(weights(fitted), weights(plain))
+    assert "recovered" in str(callback.report)
+
+
 def test_sft_trainer(tmp_path: Path) -> None:
     pytest.importorskip("trl")
     from datasets import Dataset

@@ -5,9 +5,10 @@
 A Llama of 1.1 billion weights (a tiny one without accelerator), lengths log-normal between 32 and 2,048. The
 budget is the peak of transformers' gradient_checkpointing_enable() on the longest batch and 2 % more, which
 remat leaves to the allocator's pieces: that batch has to recompute as much in both. Both train on the same
-batches in one run, step by step, in changing order, each step timed by itself, plans for new lengths included;
-the untouched model too, for comparison. The first pass meets every length for the first time, the second knows
-them. Then the memory of the process is really cut below what a step takes, and the step has to recover.
+batches in one run, step by step, in changing order, each step timed by itself, plans for new lengths
+included; the untouched model too, for comparison. The first pass meets every length for the first time, the
+second knows them. Then the memory of the process is really cut below what a step takes, and the step has to
+recover.
 """
 
 from __future__ import annotations

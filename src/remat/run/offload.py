@@ -30,7 +30,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -42,9 +42,10 @@ from remat.errors import HostMemoryError, InputError, OffloadError
 from remat.run.disk import file_memory
 from remat.run.host import can_host
 from remat.run.hostmem import available_host_bytes
-from remat.run.link import CudaLink, Link, Mark, Stream
+from remat.run.link import CudaLink, Link, Stream
 from remat.run.simulated import SimulatedLink
 from remat.run.slabs import SLAB_BYTES, Extent, Slabs, aligned
+from remat.run.tickets import DeviceCopy, Flight, Group, Stored, Ticket
 from remat.units import format_bytes
 
 __all__ = ["HOST_SHARE", "Counts", "Engine", "Group", "Ticket"]
@@ -73,128 +74,6 @@ class Counts:
     prefetch_hits: int  # gets served by a copy started ahead
     late_fetches: int  # gets that had to start their copy
     failures: int  # copies that could not be started
-
-
-@dataclass(slots=True, eq=False)
-class _DeviceCopy:
-    """Bytes on the device. `arrival`: the copy that fills them, until their stream was told to wait."""
-
-    data: Tensor
-    stream: Stream
-    arrival: Mark | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Stored:
-    """One storage that was sent: where its bytes are. Shared by its ticket and the engine's queues."""
-
-    witness: Tensor | None  # the tensor that was sent, while `device` is its memory: shows writes to it
-    version: int
-    stream: Stream
-    nbytes: int
-    device: _DeviceCopy | None
-    pool: Slabs | None = None
-    extent: Extent | None = None  # None: it never left the device
-    sent: Mark | None = None
-    fetched: Mark | None = None
-    in_flight: bool = False
-    used: bool = False  # asked for since it came (back) to the device
-    reused: bool = False  # asked for where it was, before it had left the device
-    torn: bool = False  # written to while it was being copied
-    dead: bool = False
-
-    @property
-    def is_original(self) -> bool:
-        return self.witness is not None
-
-    @property
-    def is_written(self) -> bool:
-        witness = self.witness  # another thread may let the ticket die meanwhile
-        return witness is not None and witness._version != self.version
-
-    def drop_device(self) -> None:
-        self.device = self.witness = None
-        self.used = False
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Flight:
-    """A copy to the host under way, and what must not be freed before its stream waits for it."""
-
-    stored: _Stored
-    copy: _DeviceCopy
-    witness: Tensor
-    mark: Mark
-    number: int
-
-
-class Ticket:
-    """One storage that was sent. Whoever holds it can have the bytes back, any number of times."""
-
-    __slots__ = ("__weakref__", "_stored", "group")
-
-    def __init__(self, group: Group, stored: _Stored) -> None:
-        self.group = group
-        self._stored = stored
-
-    @property
-    def nbytes(self) -> int:
-        return self._stored.nbytes
-
-    @property
-    def is_on_host(self) -> bool:
-        """False: the tensor stayed on the device, because no host memory was free or its copy failed."""
-        return self._stored.extent is not None
-
-    def get(self, shape: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype) -> Tensor:
-        """The tensor that lies so in its storage (offset in elements), for the current stream.
-
-        Tensors of one ticket share memory, as the saved ones did: do not write to them.
-        """
-        data = self.group.engine._get(self)
-        empty = torch.empty(0, dtype=dtype, device=data.device)
-        return empty.set_(data.untyped_storage(), offset, tuple(shape), tuple(stride))
-
-    def __del__(self) -> None:
-        # Any thread, any time, perhaps inside the engine's own lock: leave a note and touch nothing else.
-        stored = getattr(self, "_stored", None)
-        if stored is None:
-            return
-        stored.dead = True  # first: from now on nobody starts a copy for it
-        copy = stored.device
-        if copy is not None and copy.arrival is None:
-            stored.drop_device()  # its stream is in order with all users; a flight holds its own reference
-        self.group.engine._note_death(stored)
-
-
-class Group:
-    """What one region call of one graph has sent. Lives as long as its tickets (or whoever holds it)."""
-
-    def __init__(self, engine: Engine, order: int) -> None:
-        self.engine = engine
-        self.order = order
-        self._previous: weakref.ref[Group] | None = None
-        self._tickets: dict[tuple[Hashable, int], weakref.ref[Ticket]] = {}
-
-    def send(self, tensor: Tensor) -> Ticket:
-        """Start to move the tensor's storage to the host. Tensors of one storage get the same ticket.
-
-        Send in the order of forward: what was sent last is fetched first.
-        """
-        return self.engine._send(self, tensor)
-
-    def prefetch(self) -> None:
-        """Start to bring back what is not on the device, within the limit. `get` does it by itself, too."""
-        self.engine._prefetch(self)
-
-    def _live(self) -> list[_Stored]:
-        """In the order of sending."""
-        tickets = (ref() for ref in self._tickets.values())
-        return [ticket._stored for ticket in tickets if ticket is not None]
-
-    def _find(self, key: tuple[Hashable, int]) -> Ticket | None:
-        ref = self._tickets.get(key)
-        return None if ref is None else ref()
 
 
 class Engine:
@@ -243,17 +122,17 @@ class Engine:
         self._local = threading.local()  # .last: the group that this thread sent last
         self._closed = False
 
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[Flight] = deque()
         self._flight_number = 0
         self._flight_at_last_reach = 0
         self._in_flight_bytes = self._peak_in_flight_bytes = 0
 
         self._at_work: deque[weakref.ref[Group]] = deque()
-        self._wanted: deque[_Stored] = deque()
-        self._inbound: dict[_Stored, None] = {}
+        self._wanted: deque[Stored] = deque()
+        self._inbound: dict[Stored, None] = {}
         self._inbound_bytes = self._peak_inbound_bytes = 0
 
-        self._dead: deque[_Stored] = deque()
+        self._dead: deque[Stored] = deque()
         self._peak_used_bytes = 0
         self._sent_bytes = self._fetched_bytes = self._kept_bytes = 0
         self._waits = self._direct_hits = self._prefetch_hits = self._late_fetches = self._failures = 0
@@ -365,16 +244,16 @@ class Engine:
             group._previous = last
         self._local.last = weakref.ref(group)
 
-    def _start_flight(self, tensor: Tensor) -> _Stored:
+    def _start_flight(self, tensor: Tensor) -> Stored:
         storage = tensor.untyped_storage()
         data = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
         stream = self._link.current()
-        stored = _Stored(
+        stored = Stored(
             witness=tensor.detach(),
             version=tensor._version,
             stream=stream,
             nbytes=storage.nbytes(),
-            device=_DeviceCopy(data, stream),
+            device=DeviceCopy(data, stream),
         )
         if stored.nbytes == 0:
             return stored
@@ -394,7 +273,7 @@ class Engine:
         assert stored.witness is not None
         stored.pool, stored.extent, stored.in_flight = pool, extent, True
         self._flight_number += 1
-        self._flights.append(_Flight(stored, stored.device, stored.witness, stored.sent, self._flight_number))
+        self._flights.append(Flight(stored, stored.device, stored.witness, stored.sent, self._flight_number))
         self._sent_bytes += stored.nbytes
         self._peak_used_bytes = max(self._peak_used_bytes, self._used_bytes)
         self._in_flight_bytes += stored.nbytes
@@ -412,7 +291,7 @@ class Engine:
             self._land(self._flights.popleft())
         self._peak_in_flight_bytes = max(self._peak_in_flight_bytes, self._in_flight_bytes)
 
-    def _land(self, flight: _Flight) -> None:
+    def _land(self, flight: Flight) -> None:
         stored = flight.stored
         self._link.wait(flight.copy.stream, flight.mark)
         self._waits += 1
@@ -435,7 +314,7 @@ class Engine:
             self._pump()
             return data
 
-    def _present(self, stored: _Stored) -> Tensor:
+    def _present(self, stored: Stored) -> Tensor:
         """The bytes on the device, ready for the current stream."""
         stream = self._link.current()
         if stored.is_original and self._can_reuse(stored, stream):
@@ -461,14 +340,14 @@ class Engine:
         stored.used = True
         return copy.data
 
-    def _can_reuse(self, stored: _Stored, stream: Stream) -> bool:
+    def _can_reuse(self, stored: Stored, stream: Stream) -> bool:
         """Whether the memory in which the tensor came still serves, and may be used on this stream."""
         if stored.is_written:
             stored.torn |= stored.in_flight
             return False
         return stored.extent is None or stored.stream == stream
 
-    def _fetch(self, stored: _Stored, stream: Stream) -> None:
+    def _fetch(self, stored: Stored, stream: Stream) -> None:
         assert stored.extent is not None
         assert stored.sent is not None
         try:
@@ -484,11 +363,11 @@ class Engine:
             ) from error
         stored.fetched = mark
         stored.witness = None
-        stored.device = _DeviceCopy(data, stream, mark)
+        stored.device = DeviceCopy(data, stream, mark)
         stored.used = False
         self._fetched_bytes += stored.nbytes
 
-    def _fetch_now(self, stored: _Stored, stream: Stream) -> None:
+    def _fetch_now(self, stored: Stored, stream: Stream) -> None:
         """Somebody asks: if the device is full, what was fetched ahead for others gives way."""
         try:
             self._fetch(stored, stream)
@@ -499,7 +378,7 @@ class Engine:
                 self._retire(ahead)
             self._fetch(stored, stream)
 
-    def _retire(self, stored: _Stored) -> None:
+    def _retire(self, stored: Stored) -> None:
         """Let go of what is on the device; the host has it."""
         copy = stored.device
         if copy is not None and copy.arrival is not None:
@@ -508,7 +387,7 @@ class Engine:
         self._leave_inbound(stored)
         stored.drop_device()
 
-    def _leave_inbound(self, stored: _Stored) -> None:
+    def _leave_inbound(self, stored: Stored) -> None:
         if stored in self._inbound:
             del self._inbound[stored]
             self._inbound_bytes -= stored.nbytes
@@ -586,7 +465,7 @@ class Engine:
 
     # -- the end of tickets
 
-    def _note_death(self, stored: _Stored) -> None:
+    def _note_death(self, stored: Stored) -> None:
         self._dead.append(stored)
         if self._closed and self._lock.acquire(blocking=False):  # no later call may come
             try:
@@ -599,7 +478,7 @@ class Engine:
         while self._dead:  # other threads may add to it, only the holder of the lock takes from it
             self._bury_one(self._dead.popleft())
 
-    def _bury_one(self, stored: _Stored) -> None:
+    def _bury_one(self, stored: Stored) -> None:
         if stored.in_flight and stored.reused:  # its memory goes with its last reader, not later
             flight = next(flight for flight in self._flights if flight.stored is stored)
             self._flights.remove(flight)
@@ -622,7 +501,7 @@ def _link_of(device: torch.device) -> Link:
     raise InputError(f"offload from {device} is not supported; use a CUDA device, or the CPU (simulated)")
 
 
-def _written(stored: _Stored) -> OffloadError:
+def _written(stored: Stored) -> OffloadError:
     return OffloadError(
         f"a saved tensor of {format_bytes(stored.nbytes)} was modified in place after the forward pass, "
         "while only the device had it; clone it before writing to it, or exclude the region"

@@ -1,14 +1,16 @@
 """Plans with everything allowed (keep, recompute, offload, chunk) at small shares of the activation peak.
 
     PYTHONPATH=src python benchmarks/offload.py --out benchmarks/results/offload.json
+    PYTHONPATH=src CUBLAS_WORKSPACE_CONFIG=:4096:8 python benchmarks/offload.py --only gradients
 
 One process, one run. The Llama shape of recipes.py; every method in every round, in shuffled order, the time
 being the median of CUDA events. For each share: predicted and measured peak and time, the same plan with a
-link that takes no time (nothing is copied; only for timing), gradients against the plain step's own noise,
-pinned bytes against the plan's. Then a plan that offloads in every region what fits the window, with and
-without a free link. Peer: torch's save_on_cpu. Last, many steps of random shapes on a small model: neither
-device nor pinned memory may grow. The result is written after each part. Without accelerator it runs small
-shapes against the simulated link, so that it cannot rot.
+link that takes no time (nothing is copied; only for timing), pinned bytes against the plan's. Then a plan that
+offloads in every region what fits the window, with and without a free link. Peer: torch's save_on_cpu. Then
+many steps of random shapes on a small model: neither device nor pinned memory may grow. By itself, with
+deterministic kernels, `--only gradients`: gradients against the plain step's, and that against itself. The
+result is written after each part. Without accelerator it runs small shapes against the simulated link, so
+that it cannot rot.
 """
 
 from __future__ import annotations
@@ -190,7 +192,7 @@ def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> Result
 
 
 def compare_gradients(model: torch.nn.Module, batch: Any, plans: dict[str, Plan], planned: Planned) -> Result:
-    """The exact part of each plan (its head as it is) against the plain step, and that against itself."""
+    """Each plan against the plain step, and that against itself."""
     plain = gradients(model, batch, _nothing)
     rows = {"plain, again": difference(plain, gradients(model, batch, _nothing))}
     for label, plan in plans.items():
@@ -264,14 +266,32 @@ def llama(name: str, rounds: int, out: Out) -> None:
                 row["over_free_link"] = row["seconds"] / free["seconds"]
         print(f"{label:<24}{row['time']:.3f}x  peak {row['share']:.3f}  {_details(row)}", flush=True)
     out.put("rows", rows)
-    exact = {label: unchunked(profile, plan, resident, plain_peak) for label, plan in plans.items()}
-    out.put("gradients", compare_gradients(model, batch, exact, planned))
 
 
-def unchunked(profile: Profile, plan: Plan, resident: int, plain_peak: int) -> Plan:
-    """The same choices with the head as it is: what is left is exact to the bit."""
-    whole = replace(profile, head=None)
-    return make_plan(whole, plan.choices, resident + 2 * plain_peak, strategy=plan.strategy, allow=EXACT)
+def exactness(name: str, out: Out) -> None:
+    """Kernels that add up in the same order every time, the head as it is: then bits must be equal."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        model, batch = build(SHAPES[name])
+        profile = remat.profile(model, batch, allow=ALL)
+        found = {f"remat {share}": remat.plan(with_chunks(profile) or profile, activations=share, allow=ALL)
+                 for share in SHARES if _in_reach(profile, share)}  # fmt: skip
+        whole = replace(profile, head=None)
+        plans = {
+            label: make_plan(whole, plan.choices, 1 << 62, strategy=plan.strategy, allow=EXACT)
+            for label, plan in found.items()
+        }
+        out.put("gradients", compare_gradients(model, batch, plans, Planned(model)))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _in_reach(profile: Profile, share: float) -> bool:
+    try:
+        remat.plan(with_chunks(profile) or profile, activations=share, allow=ALL)
+    except remat.BudgetError:
+        return False
+    return True
 
 
 def peer(step: Callable[[], None], plain: Result) -> Result:
@@ -351,7 +371,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=2000 if CUDA else 60)
     parser.add_argument("--shape", default="llama-1.3b" if CUDA else "tiny", choices=list(SHAPES))
-    parser.add_argument("--only", default="llama,leaks")
+    parser.add_argument("--only", default="llama,leaks", help="of llama, leaks, gradients")
     options = parser.parse_args()
     out = Out(options.out)
     if "llama" in options.only:
@@ -359,6 +379,8 @@ def main() -> None:
         gc.collect()
         if CUDA:
             torch.cuda.empty_cache()
+    if "gradients" in options.only:
+        exactness(options.shape, out)
     if "leaks" in options.only:
         leaks(options.steps, out)
     print(f"done in {out.result['seconds']:.0f} s", flush=True)

@@ -6,8 +6,8 @@
 One process, one run. The Llama shape of recipes.py; every method in every round, in shuffled order, the time
 being the median of CUDA events. For each share: predicted and measured peak and time, the same plan with a
 link that takes no time (nothing is copied; only for timing), pinned bytes against the plan's. Then a plan
-that offloads in every region what fits the window, with and without a free link. Peer: torch's save_on_cpu. Then
-many steps of random shapes on a small model: neither device nor pinned memory may grow. By itself, with
+that offloads in every region what fits the window, with and without a free link. Peer: torch's save_on_cpu.
+Then many steps of random shapes on a small model: neither device nor pinned memory may grow. By itself, with
 deterministic kernels, `--only gradients`: gradients against the plain step's, and that against itself. The
 result is written after each part. Without accelerator it runs small shapes against the simulated link, so
 that it cannot rot.

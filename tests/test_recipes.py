@@ -837,14 +837,18 @@ def test_three_hundred_steps_leak_nothing() -> None:
             case.run().backward()
         case.model.zero_grad()
 
-    with on(case.model, planned):
-        steps(5)
-        gc.collect()  # among the many objects of a test before, garbage may wait for long
+    def growth() -> int:
+        gc.collect()
         before, bytes_before = len(gc.get_objects()), storages()
-        steps(300)
+        steps(150)
         assert storages() == bytes_before
         gc.collect()
-        assert len(gc.get_objects()) - before < 50
+        return len(gc.get_objects()) - before
+
+    with on(case.model, planned):
+        steps(5)
+        # What a test before left running (a compiler's threads, a simulated link) may grow once, a leak always.
+        assert min(growth(), growth()) < 50
     assert not fallbacks(planned)
 
 

@@ -847,7 +847,7 @@ def test_three_hundred_steps_leak_nothing() -> None:
 
     with on(case.model, planned):
         steps(5)
-        # What a test before left running (a compiler's threads, a simulated link) may grow once, a leak always.
+        # What a test before left running (threads of a compiler) may grow once, a leak grows always.
         assert min(growth(), growth()) < 50
     assert not fallbacks(planned)
 

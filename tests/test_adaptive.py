@@ -8,6 +8,7 @@ import logging
 import pickle
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -430,6 +431,34 @@ def test_the_model_is_as_before_afterwards():
     assert [len(module._forward_pre_hooks) for module in model.modules()] == hooks
     for name, module in model.named_modules():
         assert ("forward" in module.__dict__) == ("forward" in before[name])
+
+
+def test_plans_stay_on_where_nobody_keeps_the_handle():
+    """The model does, until it is removed."""
+    model = Rows()
+    kept = weakref.ref(remat.fit(model, torch.randn(256, 32), activations=0.5, adaptive=True))
+    gc.collect()
+    model(torch.randn(256, 32)).backward()
+    assert kept().stats.steps == 1
+    assert any(wrapped(module) for module in model.modules())
+    kept().remove()
+    gc.collect()
+    assert kept() is None
+    assert not any(wrapped(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("kind", ["planned", "advice"])
+def test_nothing_stays_on_the_model_if_planning_ahead_raises(kind):
+    def stop(event):
+        if event.kind == kind:
+            raise KeyboardInterrupt
+
+    model = Rows()
+    batch = torch.randn(256 if kind == "planned" else 1, 32)  # one row: no other size can be measured
+    with pytest.raises(KeyboardInterrupt):
+        remat.fit(model, batch, 10**9, adaptive=True, on_event=stop)
+    assert not model._forward_pre_hooks
+    assert not any(wrapped(module) for module in model.modules())
 
 
 def test_copies_are_not_watched(small):

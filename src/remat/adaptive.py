@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import time
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -154,15 +153,15 @@ class _Planned:
 
 
 class _Watch:
-    """The hook on the model. Copies of the model are not watched: the handle belongs to this one."""
+    """The hook on the model. It keeps the handle, as whoever calls `fit` may not; `remove` lets it go. Copies
+    of the model are not watched: the handle belongs to this one."""
 
     def __init__(self, handle: AdaptiveHandle | None) -> None:
-        self._handle = None if handle is None else weakref.ref(handle)
+        self._handle = handle
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        handle = self._handle() if self._handle is not None else None
-        if handle is not None and not bypassed():
-            handle._before_forward(args, kwargs)
+        if self._handle is not None and not bypassed():
+            self._handle._before_forward(args, kwargs)
 
     def __deepcopy__(self, memo: Any) -> _Watch:
         return _Watch(None)
@@ -210,8 +209,12 @@ class AdaptiveHandle(Handle):
         self._advised = False
         self._names = {call.name: call.tower for call in fitted.plan.profile.calls}
         self._hook = self.model.register_forward_pre_hook(_Watch(self), with_kwargs=True)
-        for note in (*measured.notes, *notes):
-            self._journal.note("advice", note)
+        try:
+            for note in (*measured.notes, *notes):
+                self._journal.note("advice", note)
+        except BaseException:  # of `on_event`: nobody has the handle yet
+            self.remove()
+            raise
 
     def plan_ahead(self) -> None:
         """Plan for the whole row of sizes, and compile what those plans use: a new size then takes

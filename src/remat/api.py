@@ -194,7 +194,11 @@ def fit(
         handle.plan = replace(handle.plan, budget_bytes=budget_bytes)
         progress("planning for other sizes")
         adapting = AdaptiveHandle(handle, measured, check, on_event)
-        adapting.plan_ahead()
+        try:
+            adapting.plan_ahead()
+        except BaseException:  # of `on_event`, or Ctrl-C: nobody has the handle yet
+            adapting.remove()
+            raise
         return adapting
 
 

@@ -342,6 +342,42 @@ def test_gradients_that_are_added_to_several_times():
 # ------------------------------------------------------------------------------------------ the optimizer
 
 
+@pytest.mark.parametrize("own_backward", [False, True])
+@pytest.mark.parametrize("steps", [1, 2])  # with gradients of an earlier step, and without
+def test_a_head_outside_the_model(steps, own_backward):
+    def made():
+        seed()
+        model, head = Net(), nn.Linear(1, 1)
+        return model, head, lambda: head(model(batches(1)[0])[None]).square().sum()
+
+    model, head, loss = made()
+    for _ in range(steps):
+        loss().backward()
+    expected = [head.weight.grad.clone(), head.bias.grad.clone(), model.head.weight.grad.clone()]
+
+    model, head, loss = made()
+    handle = remat.fit(model, step=loss, activations=0.7)
+    assert head.weight.grad is None
+    made()  # leaves the random state in which the plain steps ran
+    faults = Faults(model)
+
+    def whole():
+        value = loss()
+        value.backward()
+        return value.detach()
+
+    for _ in range(steps):
+        faults.at("backward", 1, times=2)
+        if own_backward:
+            handle.step(whole, backward=lambda value: None)
+        else:
+            handle.step(loss)
+    assert faults.raised == 2 * steps
+    found = [head.weight.grad, head.bias.grad, model.head.weight.grad]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 class Faulty(torch.optim.AdamW):
     """Runs out of memory at the beginning, while making its state, or after the first write."""
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+import remat
 from remat import RematError
-from remat.check.untouched import untouched
+from remat.check.untouched import leaves_of, untouched
 
 
 class Net(nn.Module):
@@ -133,3 +134,44 @@ def test_meta_models():
     model = nn.BatchNorm1d(4, device="meta")
     with untouched(model):
         model(torch.zeros(2, 4, device="meta"))
+
+
+class Chain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("had", [False, True])
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_fit_leaves_what_is_trained_beside_the_model(had, adaptive):
+    backbone, head = Chain(), nn.Linear(8, 1)
+    x = torch.randn(16, 8, requires_grad=True)
+    before = torch.ones_like(head.weight) if had else None
+    head.weight.grad = before
+    stepped = []
+    head.bias.register_post_accumulate_grad_hook(stepped.append)
+    handle = remat.fit(
+        backbone, x, "1GiB", step=lambda x: head(backbone(x)).square().mean(), adaptive=adaptive
+    )
+    handle.remove()
+    assert head.weight.grad is before
+    assert before is None or torch.equal(before, torch.ones_like(before))
+    assert head.bias.grad is x.grad is None
+    assert not stepped
+    head(backbone(x)).sum().backward()
+    assert len(stepped) == 1
+
+
+def test_leaves_are_found_once():
+    a, b, c = (torch.ones(2, requires_grad=True) for _ in range(3))
+    loss = (a * b + a.exp() * torch.ones(2)).sum()
+    assert {id(leaf) for leaf in leaves_of(loss)} == {id(a), id(b)}
+    assert len(leaves_of(loss)) == 2
+    assert leaves_of(c) == [c]
+    assert leaves_of(loss.detach()) == []

@@ -187,6 +187,7 @@ class AdaptiveHandle(Handle):
         board = Switchboard(fitted.model, check, self._fell_back)
         super().__init__(fitted.model, fitted.plan, board, check)
         self.verification, self.measured, self.on_event = fitted.verification, fitted.measured, on_event
+        self.outside = fitted.outside
         self._board = board
         self._device = device_of(self.model)
         self._fitted = fitted.plan

@@ -411,7 +411,7 @@ def _fitted(
         progress("running the plan once")
         with apply(request.model, made, check=check) as handle:
             excess = ranks.most(_measured_excess(request, handle, over))
-            measured = handle.measured
+            measured, outside = handle.measured, handle.outside
             if Action.OFFLOAD not in handle.plan.allow:  # the host refused: it need not be asked again
                 made, allowed = replace(handle.plan, budget_bytes=budget_bytes), handle.plan.allow
         peak = made.predicted_peak_bytes + excess
@@ -426,7 +426,7 @@ def _fitted(
             and peak < (1 - _SLACK - _pieces_share(found)) * budget_bytes
             and any(made.choices)
         )
-        good = (replace(made, predicted_peak_bytes=peak), measured)
+        good = (replace(made, predicted_peak_bytes=peak), measured, outside)
         if not looser:
             break
         over = excess
@@ -437,7 +437,7 @@ def _fitted(
             "raise the budget by that much"
         )
     handle = apply(request.model, good[0], check=check)
-    handle.measured = good[1]
+    handle.measured, handle.outside = good[1:]
     try:
         progress("verifying region by region")
         names = _with_room_to_compare(handle.plan)
@@ -485,7 +485,7 @@ def _measured_excess(request: Request, handle: Handle, before: int) -> int:
     )
     predicted = simulate(alone, handle.plan.choices).peak_bytes - alone.step.resident
     release_cached(device)
-    with untouched(request.model, request.optimizer):
+    with untouched(request.model, request.optimizer) as handle.outside:
         try:
             handle.measured = step_peak(request.model, request.run, device)
         except torch.OutOfMemoryError:

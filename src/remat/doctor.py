@@ -19,7 +19,7 @@ import remat
 from remat import trees
 from remat._torch_private import in_backward
 from remat.check.step import call_model, loss_of, run_step
-from remat.check.untouched import untouched
+from remat.check.untouched import backward, untouched
 from remat.check.verify import Verification, compare
 from remat.errors import BudgetError
 from remat.jobs import Made
@@ -147,7 +147,7 @@ def _observe(patient: _Patient) -> None:
             loss = loss_of(output, made.batch, made.loss)
             del output
             _walk(patient, loss)
-            loss.backward()  # type: ignore[no-untyped-call]
+            backward(loss)
 
 
 def _counting(patient: _Patient, name: str) -> Callable[..., None]:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from remat.check.peak import StepPeak
 from remat.check.snapshot import snapshot
 from remat.check.step import fingerprint
+from remat.check.untouched import Outside, parameters_of
 from remat.check.verify import Verification
 from remat.errors import InputError, PlanError, RecoveryError, RematError
 from remat.offloading import engine_for
@@ -92,6 +93,7 @@ class Handle:
         self.plan = plan
         self.verification: Verification | None = None
         self.measured: StepPeak | None = None
+        self.outside: Outside | None = None  # what `fit` saw the step train beside the model
         self._installation = installation
         self._check = check
         self._journal = Journal()
@@ -145,6 +147,10 @@ class Handle:
         `backward(loss)` for libraries that have their own (accelerator.backward). `optimizer`: step it too,
         again if it runs out of memory before it has written anything. `ddp`: the DistributedDataParallel
         model that fn calls, so that all ranks agree. After `tries` runs: RecoveryError.
+
+        What fn trains beside the model (a head outside) is found in the loss's graph, or, where fn runs
+        backward itself, if `fit` ran the same step or the optimizer has it. Buffers outside the model are not
+        found: a step that ran twice has updated them twice.
         """
         if isinstance(tries, bool) or not isinstance(tries, int) or tries < 1:
             raise InputError(f"tries={tries!r}; say how often a step may run, an int of at least 1")
@@ -152,7 +158,9 @@ class Handle:
         self._begin_step()
         run = backward if backward is not None else torch.Tensor.backward
         try:
-            loss, tried = recovering(self.model, fn, run, self._tighten, ranks, tries)
+            loss, tried = recovering(
+                self.model, fn, run, self._tighten, ranks, tries, self._trained_outside(optimizer)
+            )
         except RecoveryError as error:
             error.needed = self._needed()
             error.args = (f"{error}; {format_bytes(error.needed)} are needed at least, as predicted",)
@@ -164,6 +172,9 @@ class Handle:
             if again:
                 self._journal.note("recovered", f"the optimizer's step, which ran again {again} times")
         return loss
+
+    def _trained_outside(self, optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
+        return [*parameters_of(optimizer), *(self.outside.leaves if self.outside is not None else ())]
 
     def _begin_step(self) -> None:
         self.stats.steps += 1

@@ -24,7 +24,7 @@ from remat.check.live import Meter, local_bytes, storages_of
 from remat.check.optimizer import optimizer_bytes
 from remat.check.peak import release_cached
 from remat.check.step import fingerprint
-from remat.check.untouched import untouched
+from remat.check.untouched import backward, clear_gradients, untouched
 from remat.chunking import chunk_entries
 from remat.compiling import compile_hint, compiled_kind
 from remat.errors import CaptureError, HostMemoryError, InputError
@@ -196,8 +196,7 @@ def _whole_step(
         _frugal_step(request.model, blocks, request.run) for _ in range(1 if first > _LONG_SECONDS else 2)
     ]
     seconds = min(more)
-    for parameter in request.model.parameters():
-        parameter.grad = None
+    clear_gradients(request.model)
     with Meter(device) as meter:
         return timeline(request.model, blocks, request.run, meter, found.sightings), seconds
 
@@ -222,12 +221,11 @@ def _frugal_step(model: nn.Module, blocks: Sequence[Block], run: Callable[[], to
         return frugally(name, module, forward, args, kwargs)
 
     device = device_of(model)
-    for parameter in model.parameters():
-        parameter.grad = None
+    clear_gradients(model)
     _wait(device)
     start = time.perf_counter()
     with visiting(model, blocks, visit):
-        run().backward()  # type: ignore[no-untyped-call]
+        backward(run())
     _wait(device)
     return time.perf_counter() - start
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from remat.check.live import Meter
+from remat.check.untouched import backward, clear_gradients
 
 __all__ = ["StepPeak", "release_cached", "step_peak"]
 
@@ -29,13 +30,11 @@ def step_peak(model: nn.Module, run: Callable[[], torch.Tensor], device: torch.d
     """Run forward and backward three times: warm, metered, timed."""
 
     def step() -> None:
-        for parameter in model.parameters():
-            parameter.grad = None
-        run().backward()  # type: ignore[no-untyped-call]
+        clear_gradients(model)
+        backward(run())
 
     step()
-    for parameter in model.parameters():
-        parameter.grad = None
+    clear_gradients(model)
     with Meter(device) as meter:
         start = meter.current_bytes()
         meter.reset_peak()

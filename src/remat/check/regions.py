@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat.check.untouched import untouched
+from remat.check.untouched import backward, untouched
 from remat.check.verify import Verification
 from remat.records import Mode
 from remat.run.region import PlannedRegion
@@ -44,7 +44,7 @@ def verify_regions(
         try:
             for region in chosen:
                 region.shadow = True
-            run().backward()  # type: ignore[no-untyped-call]
+            backward(run())
         finally:
             for region in chosen:
                 region.shadow = False

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from remat import trees
 from remat.check.step import Loss, run_step
-from remat.check.untouched import untouched
+from remat.check.untouched import backward, untouched
 from remat.errors import InputError, VerificationError
 from remat.run.wrap import bypass, wrapped
 
@@ -182,7 +182,7 @@ def observe(
                 raise InputError(
                     "the loss does not depend on anything that requires a gradient; nothing to verify"
                 )
-            loss.backward()  # type: ignore[no-untyped-call]
+            backward(loss)
         tensors = {"loss": loss.detach()}
         without = []
         for name, parameter in model.named_parameters():

@@ -11,14 +11,14 @@ from __future__ import annotations
 import gc
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from remat.check.untouched import remember_buffers, remember_random_state
+from remat.check.untouched import leaves_of, remember_buffers, remember_random_state
 from remat.errors import InputError, RecoveryError
 from remat.run.ranks import Ranks
 from remat.units import format_bytes
@@ -65,13 +65,15 @@ def recovering(
     tighten: Callable[[Failure], str | None],
     ranks: Ranks,
     tries: int,
+    outside: Sequence[Tensor] = (),
 ) -> tuple[Tensor, list[str]]:
     """Run fn and backward until both succeed on every rank; (loss, what was done about each failure).
 
     `tighten` takes the next tighter plan and says which, or gives None where there is none: then the step is
-    run again with what freeing has won.
+    run again with what freeing has won. `outside`: leaves known to be trained beside the model; those in the
+    loss's graph are found.
     """
-    before = _Before(model)
+    before = _Before(model, outside)
     tried: list[str] = []
     try:
         while True:
@@ -105,6 +107,7 @@ def _attempt(
                     f"the step's function returned a {type(loss).__name__}; it must return the loss, and "
                     "leave backward to handle.step"
                 )
+            before.gradients.cover(leaves_of(loss))
             backward(loss)
         return loss.detach(), None
     except Exception as error:
@@ -165,10 +168,10 @@ def remembered_bytes(model: nn.Module, device: torch.device) -> int:
 class _Before:
     """The state that a step changes, as it was before the step."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, outside: Sequence[Tensor]) -> None:
         self._parameters = [(name, p, p._version) for name, p in model.named_parameters()]
         self._put_back = (remember_random_state(), remember_buffers(model))
-        self.gradients = Gradients(model.parameters())
+        self.gradients = Gradients((*model.parameters(), *outside))
 
     def put_back(self) -> None:
         written = [name for name, p, version in self._parameters if p._version != version]
@@ -191,17 +194,32 @@ class Gradients:
     are skipped, because the gradient has them. So nothing is copied, and the bits are those of one run.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
         trained = [p for p in parameters if p.requires_grad]
-        self._fresh = [p for p in trained if p.grad is None]
-        self._had = {p: p.grad for p in trained if p.grad is not None}
-        self._done: Counter[nn.Parameter] = Counter()  # additions of earlier runs that the gradient has
-        self._now: Counter[nn.Parameter] = Counter()  # additions of this run
-        self._aside: dict[nn.Parameter, Tensor] = {}  # gradients waiting for this run to get as far
-        self._hooks: list[Any] = [
-            p.register_post_accumulate_grad_hook(self._added)  # type: ignore[no-untyped-call]
-            for p in self._had
-        ]
+        self._fresh: set[Tensor] = set()
+        self._had: set[Tensor] = set()
+        self._passing: list[Tensor] = []  # of `_fresh`, those that the next run may not use again
+        self._done: Counter[Tensor] = Counter()  # additions of earlier runs that the gradient has
+        self._now: Counter[Tensor] = Counter()  # additions of this run
+        self._aside: dict[Tensor, Tensor] = {}  # gradients waiting for this run to get as far
+        self._hooks: list[Any] = []
+        self._watch(trained)
+
+    def cover(self, leaves: Iterable[Tensor]) -> None:
+        """More tensors whose gradients backward is about to add to, such as those of a head beside the model;
+        before backward. Those of `parameters` are known already."""
+        new = [t for t in leaves if t.requires_grad and t not in self._fresh and t not in self._had]
+        self._passing += [leaf for leaf in new if leaf.grad is None]
+        self._watch(new)
+
+    def _watch(self, leaves: Iterable[Tensor]) -> None:
+        for leaf in leaves:
+            if leaf.grad is None:
+                self._fresh.add(leaf)
+            elif leaf not in self._had:
+                self._had.add(leaf)
+                hook = leaf.register_post_accumulate_grad_hook(self._added)  # type: ignore[no-untyped-call]
+                self._hooks.append(hook)
 
     @property
     def added(self) -> int:
@@ -223,6 +241,8 @@ class Gradients:
         """After a run that failed."""
         for parameter in self._fresh:
             parameter.grad = None
+        self._fresh.difference_update(self._passing)  # a tensor of the failed run is not kept in memory
+        self._passing.clear()
         for parameter in self._had:
             if self._now[parameter] and parameter not in self._aside:
                 assert parameter.grad is not None

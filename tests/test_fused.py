@@ -9,6 +9,7 @@ import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 import remat
-from models import ZOO
+from models import ZOO, Case, squared
 from planning import (
     CPU,
     LEAST,
@@ -244,6 +245,52 @@ def test_a_formula_that_rounds_otherwise_is_not_used(
     monkeypatch.setattr(fused, "_UNARY", {silu.name: "tl.div_rn({0}, 1.0 + libdevice.exp(-{0})) + 0 * {0}"})
     assert fused.is_exact(silu, "bfloat16", CPU), "the CPU computes it just so"
     fused._tried.cache_clear()
+
+
+def test_kernels_are_told_apart_by_what_they_load(stand_in: dict[str, _Launcher]) -> None:
+    """Loads say nothing of a dtype: the same text for others must not be the same compiled code."""
+    wide, narrow = torch.randn(16), torch.randn(16).bfloat16()
+    made = value((16,))
+    pairs = [(wide, narrow), (narrow, wide), (wide, wide)]
+    trees = [fused.Node("{0} + {1}", (leaf(0, a), leaf(1, b)), "float32", "float32") for a, b in pairs]
+    assert len({fused.source_text(tree, made) for tree in trees}) == 1
+    assert len({id(fused.kernel(tree, made, CPU)) for tree in trees}) == 3
+
+
+def test_a_tensor_without_dimensions_is_left_to_torch(stand_in: dict[str, _Launcher]) -> None:
+    """It may lie on the host, where a kernel cannot read it."""
+    graph = Mock(values=[value((4,)), value(()), value((4,))])
+    op = Op("aten.mul.Tensor", (Ref(0), Ref(1)), (), (0, 1), (2,))
+    assert not fused.is_fusible(graph, op)
+    graph.values[1] = value((1,))
+    assert fused.is_fusible(graph, op)
+
+
+def test_a_number_picked_from_a_tensor_is_loaded_once_per_element(stand_in: dict[str, _Launcher]) -> None:
+    x, table = torch.randn(6), torch.randn(5)
+    picked = fused.Leaf(1, (1,), (1,), 3, "float32")
+    tree = fused.Node("{0} * {1}", (leaf(0, x), picked), "float32", "float32")
+    assert "i * 0 + 3" in fused.source_text(tree, value((6,)))
+    assert torch.equal(fused.kernel(tree, value((6,)), CPU)(x, table), x * table[3])
+
+
+def test_reading_a_value_twice_does_not_double_the_work(stand_in: dict[str, _Launcher]) -> None:
+    class Doubling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            for _ in range(40):  # 2 to the 40th, if each were looked at as often as it is read
+                y = y + y * 0.1
+            return x + y.sin()
+
+    case = Case(nn.Sequential(Doubling(), Doubling()), torch.randn(5, 8), squared)
+    expected = train(copy.deepcopy(case.model), case.run)
+    planned = regions_at(survey_of(case.model, case.run), LEAST, fused=True)
+    assert_planned_equals_plain(case.model, case.run, planned, expected)
+    assert not fallbacks(planned)
 
 
 def test_another_batch_size_needs_no_other_kernel(stand_in: dict[str, _Launcher]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 import re
 import statistics
@@ -457,6 +458,65 @@ def test_a_conjugated_tensor_can_be_sampled() -> None:
         check = SpotCheck([memory.conj()], [probe((4, 4), CPU)], [0], str, phase=0, whole=True)
         check.see(0, (memory + error).conj())
         assert check.describe() == ("0" if error else None), "the checksum sees both parts"
+
+
+def test_a_checksum_does_not_depend_on_where_the_memory_begins() -> None:
+    """What is dropped may be a view at an odd offset, and is rebuilt at the beginning of its own memory."""
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8, torch.bool):
+        memory = torch.arange(34).remainder(5).to(dtype)
+        tensor = memory[1:33]
+        check = SpotCheck([tensor], [probe((32,), CPU)], [0], str, phase=0, whole=True)
+        check.see(0, tensor.clone())
+        assert check.describe() is None
+        check.see(0, ~tensor if dtype is torch.bool else tensor + 1)
+        assert check.describe() == "0"
+
+
+def test_a_slice_that_begins_elsewhere_is_kept() -> None:
+    """Same shape, same stride, another part of the same memory: nothing but the offset tells."""
+
+    class Sliced(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.start = nn.Linear(8, 8), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            wide = self.linear(x).sin()
+            part = wide[:, self.start : self.start + 4].cos()
+            return x + wide.cos() + torch.cat([part, part], 1)
+
+    case = stack(Sliced, depth=4)
+    planned = plan(case)
+    plain = copy.deepcopy(case.model)
+    with on(case.model, planned):
+        for block in (*case.model, *plain):
+            block.start = 3
+        case.run().backward()
+        case.run(plain).backward()
+    assert_equal(gradients(plain), gradients(case.model))
+    assert fallbacks(planned)
+
+
+def test_checks_die_with_their_graph() -> None:
+    """Without the collector: a check that knows its pass must not keep all checks of the pass alive."""
+
+    def checks() -> int:
+        return sum(type(thing) is SpotCheck for thing in gc.get_objects())
+
+    case = stack(OneRow, depth=4, rows=8)
+    planned = plan(case)
+    with on(case.model, planned):
+        case.run().backward()
+        gc.collect()
+        gc.disable()
+        try:
+            before = checks()
+            for _ in range(3):
+                case.model.zero_grad()
+                case.run().backward()
+            assert checks() == before
+        finally:
+            gc.enable()
 
 
 def test_different_dtypes_in_one_check() -> None:

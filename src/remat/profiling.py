@@ -10,9 +10,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ from remat.check.step import fingerprint
 from remat.check.untouched import backward, clear_gradients, untouched
 from remat.chunking import chunk_entries
 from remat.compiling import compile_hint, compiled_kind
-from remat.errors import CaptureError, HostMemoryError, InputError
+from remat.errors import CaptureError, HostMemoryError, InputError, RecomputeError
 from remat.hosting import Hosting, hosting, link_amounts, settling
 from remat.planner.menu import recipes
 from remat.records import (
@@ -47,7 +49,7 @@ from remat.records import (
 from remat.run.checkpoint import Options, run_checkpointed
 from remat.run.chunk import chunk_head, find_head
 from remat.run.compiled import decompiled
-from remat.run.fused import can_fuse
+from remat.run.fused import can_fuse, is_exact, is_fusible
 from remat.run.install import installed_region
 from remat.run.quiet import quiet
 from remat.run.recipe import compile_recipe
@@ -79,6 +81,7 @@ _OPS_PER_MOVED = 8.0  # sending one storage to the host and having it back
 _OPS_PER_REGION = 20.0  # looking through the graph of a region that drops anything
 _LONG_SECONDS = 0.3  # a step that takes so long is timed at once, without warming up
 _COMPILING_THREADS = 2
+_IDLE_SHARE = 0.5  # of a region's time that the host works at most, for kernels to be compiled meanwhile
 _KINDS_IN_FULL = 4  # kinds of blocks that are compiled with as many saved sets as pay; more get two each
 _LEAST_SHARE = 0.8  # of the priced replay seconds that a measured entry is believed to cost at the least
 
@@ -110,9 +113,21 @@ def device_of(model: nn.Module) -> torch.device:
     return max(sizes, key=lambda device: sizes[device])
 
 
+def _refuse_several(model: nn.Module) -> None:
+    found = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
+    if len(found) > 1:
+        names = ", ".join(sorted(map(str, found)))
+        raise InputError(
+            f"{type(model).__name__} is spread over {names}; a budget is for one device. Put it on one of "
+            "them, or shard it with FSDP2 (fully_shard), one process per device"
+        )
+
+
 def build_profile(request: Request, progress: Progress) -> Profile:
     model, device = request.model, device_of(request.model)
-    threading.Thread(target=can_fuse, args=(device,), daemon=True).start()  # its first call takes a second
+    _refuse_several(model)
+    if device.type == "cuda" and find_spec("triton"):  # it takes a second to import
+        threading.Thread(target=import_module, args=("triton",), daemon=True).start()
     ranks.refuse_strangers(fingerprint(model))
     blocks = find_blocks(model)
     step = _step_bytes(request, device)
@@ -121,6 +136,7 @@ def build_profile(request: Request, progress: Progress) -> Profile:
         untouched(model, request.optimizer),
         quiet(model),
         decompiled(block.module for block in blocks),
+        torch.cuda.device(device) if device.type == "cuda" else nullcontext(),  # events go to the current one
         ExitStack() as stack,
     ):
         host = _hosting(request, device, stack, notes, progress)
@@ -366,13 +382,15 @@ def _kind(
         menu_entry(Mode.FULL, again, _extra(again, keep, forward_seconds, device), None, len(example.inputs)),
     ]
     note = species.note
-    menu = _recipes(graph, keep, device, links) if like is None else _recipes_of(like, graph)
+    fuse = ranks.all_of(can_fuse(device))
+    menu = _recipes(graph, keep, device, links, fuse) if like is None else _recipes_of(like, graph)
     pace = _Pace()
     menu = tuple(sorted(menu, key=lambda recipe: recipe.host_bytes > 0))  # those that stay set the pace
-    for recipe in _compiling_ahead(graph, menu, device):
+    ahead = keep.host_seconds < _IDLE_SHARE * keep.seconds
+    for recipe in _compiling(graph, menu, device, ahead) if fuse and graph is not None else menu:
         problem = ""
         try:
-            recipe, measured = _bench_fused(species, recipe, inputs, device, host)
+            recipe, measured = _bench_fused(species, recipe, inputs, device, host, fuse)
         except CaptureError as error:
             problem = str(error)
         if not ranks.all_of(not problem):
@@ -395,14 +413,14 @@ def _kind(
 
 
 def _recipes(
-    graph: RegionGraph | None, keep: Bench, device: torch.device, links: tuple[int, ...]
+    graph: RegionGraph | None, keep: Bench, device: torch.device, links: tuple[int, ...], fuse: bool
 ) -> tuple[Recipe, ...]:
     """Where the device waits for the host, a dropped tensor costs the host's work, whatever its size."""
     if graph is None:
         return ()
     levels = [level / _LEVELS for level in range(_LEVELS, 0, -1)]
     per_op = _op_seconds(graph, keep, device)
-    if can_fuse(device) and not keep.launch_bound:
+    if fuse and not keep.launch_bound:
         graph = fused_prices(graph)
     found = recipes(graph, levels=levels, link_bytes=links, slot_seconds=_OPS_PER_SLOT * per_op)
     staying = [recipe for recipe in found if not recipe.host_bytes]
@@ -469,35 +487,57 @@ def _recipe_extra(
     return per_op * host_ops + recipe.replay_seconds
 
 
-def _compiling_ahead(
-    graph: RegionGraph | None, menu: Sequence[Recipe], device: torch.device
+def _compiling(
+    graph: RegionGraph, menu: Sequence[Recipe], device: torch.device, ahead: bool
 ) -> Iterator[Recipe]:
-    """The recipes, while kernels of the next ones compile: a device that measures leaves the host idle."""
-    if graph is None or not can_fuse(device):
-        yield from menu
-        return
+    """The recipes, with their kernels compiled. `ahead`: those of the next ones while one is measured, where
+    the device leaves the host idle; otherwise all before the first, because timings would suffer."""
+    for op in graph.ops:  # tried here: that takes memory, which must not fall into a measurement
+        if is_fusible(graph, op):
+            for value in op.inputs:
+                is_exact(op, graph.values[value].dtype, device)
 
     def compile_one(recipe: Recipe) -> None:
-        with suppress(CaptureError):  # said where it is measured
-            compile_recipe(graph, replace(recipe, fused=True), device)
+        with suppress(Exception), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            compile_recipe(
+                graph, replace(recipe, fused=True), device
+            )  # what goes wrong is said where it is measured
 
-    with ThreadPoolExecutor(_COMPILING_THREADS) as pool:
-        for recipe, compiled in [(recipe, pool.submit(compile_one, recipe)) for recipe in menu]:
-            compiled.result()
+    pool = ThreadPoolExecutor(_COMPILING_THREADS)
+    try:
+        compiled = [pool.submit(compile_one, recipe) for recipe in menu]
+        if not ahead:
+            wait(compiled)
+        for recipe, ready in zip(menu, compiled, strict=True):
+            ready.result()
             yield recipe
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _bench_fused(
-    species: Species, recipe: Recipe, inputs: Inputs, device: torch.device, host: Hosting | None
+    species: Species, recipe: Recipe, inputs: Inputs, device: torch.device, host: Hosting | None, fuse: bool
 ) -> tuple[Recipe, Bench]:
-    """With elementwise operations fused, if that gives the same bits."""
-    if can_fuse(device):
+    """With elementwise operations fused, if that works and gives the same bits."""
+    if fuse:
         fused = replace(recipe, fused=True)
         try:
             return fused, _bench_recipe(species, fused, inputs, device, host)
-        except CaptureError as error:
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # Triton's own too
             _LOG.info("%s: a recipe runs operation by operation: %s", species.example.name, error)
-    return recipe, _bench_recipe(species, recipe, inputs, device, host)
+    plain = replace(recipe, fused=False)
+    return plain, _bench_recipe(species, plain, inputs, device, host)
+
+
+@contextmanager
+def _checks_are_guards() -> Iterator[None]:
+    """A recipe that the spot check refuses while it is measured is not on the menu."""
+    try:
+        yield
+    except RecomputeError as error:
+        raise CaptureError(str(error)) from error
 
 
 def _bench_recipe(
@@ -514,7 +554,7 @@ def _bench_recipe(
     variant = Variant(Mode.RECIPE, compile_recipe(species.graph, recipe, device))
     planned = PlannedRegion(example.name, example.tower, {species.signature: variant}, shadow=True)
     modules = (example.module,)
-    with installed_region(example.module, example.forward, planned) as call:
+    with installed_region(example.module, example.forward, planned) as call, _checks_are_guards():
         region = call
         if recipe.offloaded:
             assert host is not None

@@ -9,6 +9,7 @@ is no Triton, or it cannot compile, recipes run operation by operation: slower, 
 
 from __future__ import annotations
 
+import itertools
 import linecache
 import logging
 import math
@@ -126,8 +127,8 @@ def is_fusible(graph: RegionGraph, op: Op) -> bool:
     made = graph.values[op.outputs[0]]
     if not values or any(v.dtype not in _TYPES or v.bits for v in (*values, made)):
         return False
-    one_type = len({v.dtype for v in values}) == 1  # a tensor without dimensions does not promote
-    return _is_dense(made) and made.offset == 0 and (one_type or all(v.shape for v in values))
+    # A tensor without dimensions does not promote, and may be the host's.
+    return _is_dense(made) and made.offset == 0 and all(v.shape for v in values)
 
 
 def node(graph: RegionGraph, op: Op, inner: tuple[Tree, ...]) -> Node:
@@ -187,7 +188,7 @@ def source_text(tree: Node, made: Value) -> str:
             rest = f"r{dim}"
     for number, (leaf, steps) in enumerate(zip(found, strides, strict=True)):
         terms = [f"c{dim} * {step}" if step != 1 else f"c{dim}" for dim, step in enumerate(steps) if step]
-        where = " + ".join([*terms, *([str(leaf.shift)] if leaf.shift else [])]) or "i * 0"
+        where = " + ".join([*(terms or ["i * 0"]), *([str(leaf.shift)] if leaf.shift else [])])
         lines.append(f"    v{number} = tl.load(p{number} + ({where}), inside).to(tl.float32)")
     names: dict[Node, str] = {}
     result = _emit(tree, {leaf: f"v{i}" for i, leaf in enumerate(found)}, names, lines)
@@ -261,14 +262,21 @@ class Kernel:
 
     def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
         out = torch.empty_strided(self._shape, self._stride, dtype=self._dtype, device=self._device)
+        if self._device.type == "cuda" and torch.cuda.current_device() != self._device.index:
+            with torch.cuda.device(self._device):  # Triton launches on the current one
+                self._run(out, tensors)
+        else:
+            self._run(out, tensors)
+        return out
+
+    def _run(self, out: torch.Tensor, tensors: tuple[torch.Tensor, ...]) -> None:
         for tensor in tensors:
             if tensor.data_ptr() % _ALIGNMENT:  # Triton compiles once more for those
                 self._launch[self._grid](out, self._count, *tensors, **_OPTIONS)
-                return out
+                return
         self._ready[self._grid](out, self._count, *tensors)
-        return out
 
-    def prepare(self, dtypes: list[str]) -> None:
+    def prepare(self, dtypes: tuple[str, ...]) -> None:
         """Compile now, for tensors that begin where torch's do: a grid of no programs launches nothing."""
         tensors = [torch.empty(1, dtype=getattr(torch, dtype), device=self._device) for dtype in dtypes]
         out = torch.empty(1, dtype=self._dtype, device=self._device)
@@ -276,6 +284,7 @@ class Kernel:
             self._ready = self._launch[(0, 1, 1)](out, self._count, *tensors, **_OPTIONS)
 
 
+_numbers = itertools.count()  # of sources; compiled in several threads
 _kernels: dict[Any, Kernel] = {}
 _seen: set[Any] = set()  # what has been compiled: text, divisibility of the count, device
 
@@ -288,14 +297,15 @@ def kernel(tree: Node, made: Value, device: torch.device, *, compile_new: bool =
     """
     text = source_text(tree, made)
     count = math.prod(made.shape)
-    code = (text, count % _ALIGNMENT == 0, count == 1, count > _NARROW_INDEX, device)
+    types = tuple(leaf.dtype for leaf in leaves(tree))
+    code = (text, types, count % _ALIGNMENT == 0, count == 1, count > _NARROW_INDEX, device)
     key = (code, made.shape, made.stride)  # the same code may serve several layouts
     found = _kernels.get(key)
     if found is None:
         if not compile_new and code not in _seen:
             raise NotCompiledError(text)
         found = Kernel(text, made, device)
-        found.prepare([leaf.dtype for leaf in leaves(tree)])
+        found.prepare(types)
         found = _kernels.setdefault(key, found)
         _seen.add(code)
     return found
@@ -305,7 +315,7 @@ def kernel(tree: Node, made: Value, device: torch.device, *, compile_new: bool =
 def _compiled(text: str) -> Any:
     """A Triton function of this text. Triton reads the source of what it compiles: linecache has it."""
     triton = import_module("triton")
-    name = f"<remat fused {len(linecache.cache)}>"
+    name = f"<remat fused {next(_numbers)}>"
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
     space: dict[str, Any] = {
         "tl": import_module("triton.language"),

@@ -64,6 +64,7 @@ class Holder:
             and tensor.dtype is slot.dtype
             and tensor.shape == slot.shape
             and tensor.stride() == slot.stride
+            and (slot.offset is None or tensor.storage_offset() == slot.offset)
         )
 
     def keep(self) -> None:

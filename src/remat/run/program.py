@@ -25,6 +25,7 @@ class Slot:
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    offset: int | None  # into its storage; None: an input's storage, which may begin anywhere
     dtype: torch.dtype
     checked: bool  # whether it looks: the deepest of a chain answers for the whole chain
     needs: tuple[int, ...]  # kept tensors that rebuilding reads, however far back

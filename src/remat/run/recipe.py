@@ -98,6 +98,7 @@ class _Compiler:
     lines: list[str] = field(default_factory=list)
     memo: dict[int, int] = field(default_factory=dict)
     kernels: dict[int, tuple[fused.Node, fused.Kernel]] = field(default_factory=dict)  # by value
+    trees: dict[int, fused.Node | None] = field(default_factory=dict)  # by value
     nodes: list[int] = field(
         default_factory=list
     )  # graph nodes that are needed, in the order `find` gives them
@@ -274,7 +275,7 @@ class _Compiler:
         """Which values are computed, how often read, and by which slot last."""
         readers = self._walk(dropped)
         if self.recipe.fused and fused.can_fuse(self.device):
-            for value in self.needed:
+            for value in sorted(self.needed, key=self._op_of):  # what is read has its tree before its readers
                 self._fuse(value, readers)
             readers = self._walk(dropped)
         made_together = collections.Counter(self._op_of(value) for value in self.needed)
@@ -338,6 +339,11 @@ class _Compiler:
         return fused.size_of(tree) > 1 or not simple
 
     def _tree(self, value: int, readers: collections.Counter[int]) -> fused.Node | None:
+        if value not in self.trees:
+            self.trees[value] = self._new_tree(value, readers)
+        return self.trees[value]
+
+    def _new_tree(self, value: int, readers: collections.Counter[int]) -> fused.Node | None:
         op = self.graph.ops[self._op_of(value)]
         if not fused.is_fusible(self.graph, op):
             return None
@@ -369,10 +375,14 @@ class _Compiler:
         chosen = set()
         for number, saved in enumerate(dropped):  # backward asks for the end of a chain first
             below = self._ops_below(saved.value)
-            if not below <= covered or not below:
+            if not below <= covered or not below or self._is_of_input(saved.value):
                 chosen.add(number)
                 covered |= below
         return chosen
+
+    def _is_of_input(self, value: int) -> bool:
+        """A view of an input: where it begins there is not checked by its offset."""
+        return self.graph.storages[self.graph.values[value].storage].role is Role.INPUT
 
     def _ops_below(self, value: int) -> set[int]:
         found: set[int] = set()
@@ -593,6 +603,7 @@ class _Compiler:
         return Slot(
             shape=meta.shape,
             stride=meta.stride,
+            offset=None if self._is_of_input(saved.value) else meta.offset,
             dtype=getattr(torch, meta.dtype),
             checked=checked,
             needs=tuple(tap for tap in needs if not self._is_moved(self.taps[tap].value)),

@@ -110,6 +110,12 @@ class SpotCheck:
     def is_complete(self) -> bool:
         return len(self._found) == len(self._expected)
 
+    def forget(self) -> None:
+        """What was seen in a pass that has been read. With retain_graph there may be another."""
+        self._backward, self._running = -2, None
+        self._found.clear()
+        self._nan.clear()
+
     def describe(self) -> str | None:
         """The sentence for the first tensor that differs, in the order of forward; None: none does."""
         wrong = []
@@ -129,17 +135,15 @@ def _unequal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     """A number that depends on every element, computed without memory of its own: the plan has none to spare.
 
-    Dense memory is summed as 64-bit words, exactly; anything else as it is, in the same order each time.
+    Dense memory is summed as integers, exactly; anything else as it is, in the same order each time. Which of
+    them depends on the layout alone: what was dropped and what is rebuilt may begin at different addresses.
     """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     if _is_dense(tuple(tensor.shape), tensor.stride()) and not tensor.is_neg():
         flat = tensor.as_strided((tensor.numel(),), (1,))
-        size, offset = flat.element_size(), flat.storage_offset()
-        whole = flat.numel() * size % 8 == 0 and offset * size % 8 == 0
-        if whole and flat.numel():
-            words = (flat.view(torch.uint8) if flat.dtype is torch.bool else flat).view(torch.int64)
-            return words.sum().view(1)
+        words = flat.view(torch.uint8) if flat.dtype is torch.bool else bits(flat)
+        return words.sum(dtype=torch.int64).view(1)
     if tensor.is_floating_point():
         return tensor.sum(dtype=torch.float32 if tensor.element_size() < 4 else tensor.dtype).view(1)
     return tensor.count_nonzero().view(1)
@@ -198,11 +202,18 @@ def _read(backward: int) -> None:
     global _checks_before
     running = _running.pop(backward, None) or _Pass()
     _checks_before = len(running.checks)
-    with _beside(running):
-        wrong = _differ(running.checks)
-    if not wrong:
-        return
-    sentences = [sentence for check in running.checks if (sentence := check.describe()) is not None]
+    try:
+        with _beside(running):
+            wrong = _differ(running.checks)
+        if wrong:
+            _raise(running.checks)
+    finally:
+        for check in running.checks:  # each knows its pass, which knows them all
+            check.forget()
+
+
+def _raise(checks: list[SpotCheck]) -> None:
+    sentences = [sentence for check in checks if (sentence := check.describe()) is not None]
     if not sentences:  # nothing but NaNs
         return
     more = f" {len(sentences) - 1} more regions differ too." if len(sentences) > 1 else ""

@@ -491,6 +491,47 @@ def test_other_inputs_than_were_measured_recompute_everything(small):
     assert len(handle.regions) == 4
 
 
+def test_inputs_off_the_chart_that_may_not_fit_are_refused_before_they_run(small):
+    """An argument that was not measured, in a batch with more elements than any that was."""
+    model, handle, budget = small
+    batch = {**tokens(256), "attention_mask": torch.ones(1, 256, dtype=torch.long)}
+    before = handle.stats.fell_back
+    with pytest.raises(remat.BudgetError, match=r"attention_mask \[1, 256\].*1.5 times.*adaptive=") as error:
+        model(**batch)
+    assert error.value.needed > budget
+    assert handle.stats.fell_back == before
+    model(**tokens(100)).loss.backward()  # and training goes on
+    model.zero_grad()
+
+
+def test_a_dimension_that_did_not_vary_is_within_the_budget_or_refused():
+    model, batch = Rows(), torch.randn(64, 8, 32)
+    budget = 2 * full_peak(remat.profile(model, batch))
+    with remat.fit(model, batch, budget, adaptive=[batch[:32].clone()]):
+        assert counted(model, torch.randn(64, 10, 32)) <= budget
+        with pytest.raises(remat.BudgetError, match="no measured size is like"):
+            model(torch.randn(64, 72, 32))
+        assert all(p.grad is None for p in model.parameters())
+
+
+def counted(model, x):
+    with LiveBytes() as live:
+        live.watch([*model.parameters(), x])
+        live.reset_peak()
+        model(x).backward()
+    model.zero_grad()
+    return live.peak_bytes
+
+
+@pytest.mark.parametrize("rows", [[256, 64, 64], [256, 256]])
+def test_a_size_that_is_given_twice_is_one_size(rows):
+    model = Rows()
+    others = [torch.randn(n, 32) for n in rows]
+    with remat.fit(model, torch.randn(256, 32), 10**9, adaptive=others) as handle:
+        assert handle.sizes == ((64, 256) if 64 in rows else (1,))
+        assert not any("one line" in event.text for event in handle.stats.events)
+
+
 class Rows(nn.Module):
     """No sequence: the number of rows is what varies."""
 

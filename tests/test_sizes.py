@@ -209,6 +209,17 @@ def test_one_shape_alone():
     assert chart.place(shapes(5, 64)) is None
 
 
+def test_a_shape_that_is_there_twice_counts_once():
+    assert Chart.of([shapes(4, n) for n in (64, 16, 64, 16)]) == Chart.of([shapes(4, n) for n in (64, 16)])
+    assert Chart.of([shapes(4, 64)] * 2) == Chart.of([shapes(4, 64)])
+
+
+@pytest.mark.parametrize("length", range(24, 60))
+def test_short_sequences_are_cut_to_two_sizes(length):
+    first, second = (b["ids"].shape[1] for b in smaller_batches({"ids": torch.ones(2, length, dtype=int)}))
+    assert second < first < length
+
+
 def test_shapes_that_lie_on_no_line():
     assert Chart.of([shapes(4, 64), shapes(8, 32)]) is None
     assert Chart.of([shapes(4, 64), (("ids", (4, 64)),)]) is None

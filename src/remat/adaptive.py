@@ -8,7 +8,8 @@ step takes more than the budget because its size was new:
 - a recipe at a size where it has not run yet is compared with what is really there before anything is let
   go. Where it does not fit, its region keeps everything and all later ones recompute as a whole: a plan with
   recipes is used at such a size only if the budget holds that as well;
-- a batch too large for any plan is refused before it runs.
+- a batch too large for any plan is refused before it runs. Inputs unlike all that were measured recompute
+  everything; where they hold more elements, memory is taken to grow with the square of that.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from remat.errors import BudgetError, InputError
 from remat.handle import Handle, Programs, chunked_head, planned_regions, tighter_limit
 from remat.planner.bounds import least_budget
 from remat.planner.schedule import refusal, schedule
-from remat.planner.simulate import simulate
+from remat.planner.simulate import Point, simulate
 from remat.planner.sizes import Family, MisfitError, family, without_recipes
 from remat.profiling import Request, build_profile, device_of
 from remat.records import Kind, Mode, Phase, Plan, Profile, Recipe
@@ -328,6 +329,7 @@ class AdaptiveHandle(Handle):
     def _prepare(self, shapes: Shapes) -> _Ready:
         place = self._place_of(shapes)
         if place is None:
+            self._refuse_beyond(shapes)
             self._journal.note(
                 "fell back", f"no measured size is like {_text(shapes)}: recomputes everything"
             )
@@ -346,6 +348,33 @@ class AdaptiveHandle(Handle):
             if made.entry(index).mode is not Mode.KEEP
         }
         return _Ready(tables, made, chunked_head(made))
+
+    def _refuse_beyond(self, shapes: Shapes) -> None:
+        """Raise if inputs that are not on the chart may not fit even when everything is recomputed.
+
+        Nothing of their kind was measured. With no more elements than the largest that was, they are let
+        through; beyond, what a step takes grows at most like attention: with the square."""
+        largest = self._chart.shapes[-1]
+        ratio = _elements(shapes) / max(_elements(largest), 1)
+        if ratio <= 1:
+            return
+        profile = self._family.profiles[-1]
+        whole = tuple(profile.kinds[call.kind].reference for call in profile.calls)
+        needed = self._over + max(
+            point.parameters + point.gradients + point.optimizer + math.ceil(ratio**2 * _activations(point))
+            for point in simulate(profile, whole).points
+        )
+        if needed <= self._budget:
+            return
+        remedy = "fit with the largest batch of this kind (adaptive=[...] takes others to measure)"
+        raise BudgetError(
+            f"no measured size is like {_text(shapes)}, which has {ratio:.3g} times the elements of the "
+            f"largest that was measured ({_text(largest)}): recomputing everything may take "
+            f"{format_bytes(needed)}, and the budget is {format_bytes(self._budget)}; {remedy}, or raise the "
+            f"budget by {format_bytes(needed - self._budget)}",
+            needed=needed,
+            hints=(remedy,),
+        )
 
     def _trusts(self, size: int) -> bool:
         """Whether recipes may be tried here: not if they mostly failed at sizes that were not measured."""
@@ -583,14 +612,22 @@ def _chart_and_family(measured: Measured, fitted: Plan) -> tuple[Chart, Family, 
     single = Chart((knots[0].shapes,))
     if chart is None:
         return single, alone, ("the sizes that were measured do not lie on one line: only one is used",)
-    if len(knots) == 1:
+    if len(chart.shapes) == 1:
         return single, alone, ("no other size could be measured: smaller ones run as the fitted one does",)
-    by_shapes = {knot.shapes: knot.profile for knot in knots}
+    by_shapes = {knot.shapes: knot.profile for knot in reversed(knots)}  # of equal ones, the fitted one
     try:
         made = family([(size, by_shapes[s]) for size, s in zip(chart.sizes, chart.shapes, strict=True)])
     except MisfitError as error:
         return single, alone, (f"the step is another one at other sizes: {error}",)
     return chart, made, made.notes
+
+
+def _elements(shapes: Shapes) -> int:
+    return sum(math.prod(shape) for _, shape in shapes)
+
+
+def _activations(point: Point) -> int:
+    return point.kept + point.working + point.moving
 
 
 def _floor_log2(ratio: float, steps: int) -> int:

@@ -161,7 +161,9 @@ def fit(
 
     `adaptive`: inputs of other sizes get plans of their own under the same budget, a short batch one that
     keeps more. Give the largest batch; it is cut to measure two smaller sizes, or pass batches of other sizes
-    to measure instead of True. `on_event` is called with everything that changes while training.
+    to measure instead of True. A batch that no plan holds raises BudgetError before it runs; so do inputs of
+    another kind (one more argument, another width) that hold more than was measured, if recomputing all of it
+    may be over the budget. `on_event` is called with everything that changes while training.
     """
     on_device = isinstance(model, nn.Module) and device_of(model).type == "cuda"
     allowed = _actions(allow, offload=on_device and adaptive is False)

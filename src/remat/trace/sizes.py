@@ -19,8 +19,9 @@ __all__ = ["Chart", "Place", "Shapes", "shapes_of", "smaller_batches"]
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # name of a tensor -> its shape, sorted by name
 
-_SHARES = (1 / 3, 1 / 12)  # of a length: two smaller sizes, which with the whole one make a parabola
 _LEAST_LENGTH = 8
+# Of a length, and at least so much: two smaller sizes, which with the whole one make a parabola.
+_SHARES = ((1 / 3, 2 * _LEAST_LENGTH), (1 / 12, _LEAST_LENGTH))
 _MULTIPLE = 8  # of lengths that are made up: kernels pad others
 
 
@@ -57,7 +58,7 @@ def smaller_batches(batch: Any) -> list[Any]:
     lengths = {t.shape[1] for t in given if t.dim() == 2 and not t.is_floating_point()}
     lengths = lengths or {t.shape[1] for t in given if t.dim() == 3}
     if lengths and max(lengths) >= 3 * _LEAST_LENGTH:
-        made = [{n: _shorter(n, share) for n in lengths} for share in _SHARES]
+        made = [{n: _shorter(n, share, least) for n in lengths} for share, least in _SHARES]
         return [_along_sequences(batch, cut) for cut in made if max(cut.values()) < max(lengths)]
     rows = {t.shape[0] for t in given}
     if len(rows) != 1 or max(rows) < 2:
@@ -67,8 +68,8 @@ def smaller_batches(batch: Any) -> list[Any]:
     return [_mapped(batch, lambda t, n=n: t.narrow(0, 0, n).clone() if t.dim() else t) for n in fewer]  # type: ignore[misc]
 
 
-def _shorter(length: int, share: float) -> int:
-    return max(min(length, _LEAST_LENGTH), round(length * share / _MULTIPLE) * _MULTIPLE)
+def _shorter(length: int, share: float, least: int) -> int:
+    return max(min(length, least), round(length * share / _MULTIPLE) * _MULTIPLE)
 
 
 def _along_sequences(batch: Any, cut: dict[int, int]) -> Any:
@@ -108,12 +109,13 @@ class Chart:
 
     @classmethod
     def of(cls, shapes: Sequence[Shapes]) -> Chart | None:
-        """None if these shapes do not lie on one line."""
+        """None if these shapes do not lie on one line. One that is there twice counts once."""
+        shapes = list(dict.fromkeys(shapes))
         if len({_structure(each) for each in shapes}) != 1:
             return None
         columns = [column for column in zip(*map(_numbers, shapes), strict=True) if len(set(column)) > 1]
         if not columns:
-            return cls((shapes[0],)) if len(set(shapes)) == 1 else None
+            return cls((shapes[0],))
         order = sorted(range(len(shapes)), key=lambda i: columns[0][i])
         for column in columns:
             along = [column[i] for i in order]

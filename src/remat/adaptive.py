@@ -26,8 +26,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from remat import ranks
 from remat.check.peak import release_cached
-from remat.check.untouched import remember_random_state
+from remat.check.untouched import remember_random_state, untouched
 from remat.errors import BudgetError, InputError
 from remat.handle import Handle, Programs, chunked_head, planned_regions, tighter_limit
 from remat.planner.bounds import least_budget
@@ -85,22 +86,42 @@ def measure_sizes(
     progress: Callable[[str], None],
 ) -> Measured:
     """Profile the same step with other batches: (run, signature, bytes of the batch) each. One that does not
-    run, or differs in more than numbers, is left out and named."""
-    knots = [Knot(_shapes_seen(request.model, request.run), found)]
+    run on every rank, or differs in more than numbers, is left out and named."""
+    knots = [Knot(ranks.agree(_shapes_seen(request.model, request.run)), found)]
     notes: list[str] = []
     for run, signature, batch_bytes in runs:
         progress(f"measuring {signature}")
         other = replace(request, run=run, signature=signature, batch_bytes=batch_bytes, like=found)
-        try:
-            shapes = _shapes_seen(request.model, run)
-            profile = build_profile(other, progress)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # whatever a model says of a batch that it was not made for
-            notes.append(f"{signature} cannot be measured ({type(error).__name__}: {str(error)[:200]})")
-            continue
-        knots.append(Knot(shapes, profile))
+        shapes, problem = _on_all_ranks(partial(_shapes_if_it_runs, request.model, run))
+        if not problem:
+            profile, problem = _on_all_ranks(partial(build_profile, other, progress))
+        if problem:
+            notes.append(f"{signature} cannot be measured ({problem})")
+        else:
+            knots.append(ranks.agree(Knot(shapes, profile)))
     return Measured(tuple(knots), tuple(notes))
+
+
+def _on_all_ranks(call: Callable[[], Any]) -> tuple[Any, str]:
+    """What the call returns, and why it, or that of another rank, did not."""
+    found, problem = None, ""
+    try:
+        found = call()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a model says of a batch that it was not made for
+        problem = f"{type(error).__name__}: {str(error)[:200]}"
+    problems = ranks.gathered(problem)
+    return found, problem or next((f"on another rank: {p}" for p in problems if p), "")
+
+
+def _shapes_if_it_runs(model: nn.Module, run: Callable[[], torch.Tensor]) -> Shapes:
+    """Among several ranks a batch that one of them cannot run has to be known before they measure together:
+    it would leave the others waiting there."""
+    if ranks.several():
+        with untouched(model), torch.no_grad():
+            run()
+    return _shapes_seen(model, run)
 
 
 class _SeenError(Exception):

@@ -22,7 +22,7 @@ from remat.check.step import Loss, run_step, signature, tensors_of
 from remat.check.untouched import untouched
 from remat.check.verify import Verification
 from remat.devices import Device
-from remat.errors import BudgetError, InputError, RematError
+from remat.errors import BudgetError, InputError, RematError, VerificationError
 from remat.estimating import OptimizerLike, estimate_profile
 from remat.handle import Handle, apply
 from remat.planner.schedule import keep_everything, refusal, schedule
@@ -172,7 +172,7 @@ def fit(
     batch = ranks.largest(batch, signature(batch))
     request = _request(model, batch, loss, step, optimizer, accumulate, allowed, compile)
     request = replace(request, parts=request.parts and adaptive is False)
-    others = _other_sizes(request.model, batch, loss, step, adaptive)
+    others = _other_sizes(model, batch, loss, step, adaptive)
     if adaptive is not False and request.compiler:
         raise InputError(
             "adaptive plans do not compile blocks: every new size would compile them again; leave out "
@@ -341,9 +341,17 @@ def _other_sizes(
         batches = [] if batch is None else smaller_batches(batch)
     else:
         batches = list(adaptive)
+        if not ranks.all_equal(len(batches)):
+            raise InputError("adaptive= has more batches on some ranks than on others; give all as many")
+        batches = [ranks.largest(other, signature(other)) for other in batches]
+    model, quietly = ranks.unwrap(model)
+
+    def run(other: Any) -> torch.Tensor:
+        with quietly():
+            return _run(model, other, loss, step)
+
     return [
-        (SeededRun(partial(_run, model, other, loss, step)), signature(other), _batch_bytes(model, other))
-        for other in batches
+        (SeededRun(partial(run, other)), signature(other), _batch_bytes(model, other)) for other in batches
     ]
 
 
@@ -411,7 +419,7 @@ def _fitted(
                 raise
             break
         progress("running the plan once")
-        with apply(request.model, made, check=check) as handle:
+        with _applied(request, made, check) as handle:
             excess = ranks.most(_measured_excess(request, handle, over))
             measured, outside = handle.measured, handle.outside
             if Action.OFFLOAD not in handle.plan.allow:  # the host refused: it need not be asked again
@@ -438,7 +446,7 @@ def _fitted(
             f"tries; the last one peaked {format_bytes(over)} above its prediction: "
             "raise the budget by that much"
         )
-    handle = apply(request.model, good[0], check=check)
+    handle = _applied(request, good[0], check)
     handle.measured, handle.outside = good[1:]
     try:
         progress("verifying region by region")
@@ -450,9 +458,21 @@ def _fitted(
     if ranks.all_of(handle.verification.ok):
         return handle
     handle.remove()
-    return _fitted(
-        request, ranks.agree(_without_recipes(found, handle)), budget_bytes, allowed, check, progress
-    )
+    return _fitted(request, _without_recipes(found, handle), budget_bytes, allowed, check, progress)
+
+
+def _applied(request: Request, plan: Plan, check: bool) -> Handle:
+    """The plan at work. Where the host of one rank refuses, all ranks run what that one makes do with: they
+    measure and plan on together."""
+    handle = apply(request.model, plan, check=check)
+    if Action.OFFLOAD not in plan.allow:
+        return handle
+    refused = Action.OFFLOAD not in handle.plan.allow
+    for other in ranks.gathered(handle.plan if refused else None):
+        if other is not None and not refused:
+            handle.remove()
+            return apply(request.model, other, check=check)
+    return handle
 
 
 def _plan_below(found: Profile, budget_bytes: int, over: int, allowed: tuple[Action, ...]) -> Plan:
@@ -509,9 +529,20 @@ def _with_room_to_compare(plan: Plan) -> set[str]:
 
 
 def _without_recipes(found: Profile, handle: Handle) -> Profile:
-    """The same profile without the recipes of the regions whose replay was wrong."""
-    wrong = {region.name for region in handle.regions if region.counts.fallbacks}
+    """The same profile without the recipes of the regions whose replay was wrong, on whichever rank.
+    VerificationError if they have none: planning again would come to the same."""
+    assert handle.verification is not None
+    failed = {region.name for region in handle.regions if region.counts.fallbacks}
+    wrong = set[str]().union(*ranks.gathered(failed))
     kinds = {call.kind for call in found.calls if call.name in wrong}
+    if not any(entry.mode is Mode.RECIPE for number in kinds for entry in found.kinds[number].menu):
+        seen = ranks.gathered("" if handle.verification.ok else handle.verification.worst)
+        raise VerificationError(
+            f"the planned step differs from the untouched one ({next(filter(None, seen), 'unknown')}), and "
+            "no other plan is left to try. A step has to run the same way every time: check that this region "
+            "does not depend on what earlier calls left behind, leave out compile= and allow= if you gave "
+            'them, or mark what can be planned with remat.region("name", fn)'
+        )
     return replace(
         found,
         kinds=tuple(

@@ -190,11 +190,15 @@ def _hosting(
     if not request.offload:
         return None
     progress("measuring the link to the host")
+    found, problem = None, ""
     try:
-        return stack.enter_context(hosting(device))
+        found = stack.enter_context(hosting(device))
     except HostMemoryError as error:
-        notes.append(f"nothing is offloaded: {error}")
-        return None
+        problem = str(error)
+    if ranks.all_of(found is not None):
+        return found
+    notes.append(f"nothing is offloaded: {problem or 'the host of another rank refuses'}")
+    return None
 
 
 def _without(extra: float, seconds: float, most: float = 0.5) -> float:
@@ -207,7 +211,7 @@ def _whole_step(
     request: Request, blocks: Sequence[Block], found: Survey, device: torch.device
 ) -> tuple[tuple[Segment, ...], float]:
     """Timeline and seconds of the step with every region recomputed as a whole."""
-    first = _frugal_step(request.model, blocks, request.run)
+    first = ranks.agree(_frugal_step(request.model, blocks, request.run))  # all run as many steps
     more = [
         _frugal_step(request.model, blocks, request.run) for _ in range(1 if first > _LONG_SECONDS else 2)
     ]
@@ -344,12 +348,17 @@ def _kind_for(
     like = request.like.kinds[number:][:1] if request.like is not None else None
     if not request.compiler:
         return _kind(species, inputs, device, progress, host, like, request.parts)
+    compiled, problem = None, ""
     try:
         most = None if number < _KINDS_IN_FULL else 2
-        return compiled_kind(species, inputs, device, request.compiler, progress, menu_entry, most)
+        compiled = compiled_kind(species, inputs, device, request.compiler, progress, menu_entry, most)
     except CaptureError as error:
-        kind = _kind(species, inputs, device, progress, host, like, request.parts)
-        return replace(kind, note="; ".join(filter(None, (f"not compiled, {error}", kind.note))))
+        problem = str(error)
+    if ranks.all_of(compiled is not None) and compiled is not None:
+        return compiled
+    kind = _kind(species, inputs, device, progress, host, like, request.parts)
+    problem = problem or "on another rank it cannot be"
+    return replace(kind, note="; ".join(filter(None, (f"not compiled, {problem}", kind.note))))
 
 
 def _kind(

@@ -24,6 +24,7 @@ __all__ = [
     "all_equal",
     "all_of",
     "alone",
+    "gathered",
     "largest",
     "least",
     "most",
@@ -69,7 +70,8 @@ def agree(value: T) -> T:
     return box[0]
 
 
-def _gathered(value: T) -> list[T]:
+def gathered(value: T) -> list[T]:
+    """What every rank has, in the order of ranks."""
     if not several():
         return [value]
     found: list[Any] = [None] * distributed.get_world_size()
@@ -79,24 +81,24 @@ def _gathered(value: T) -> list[T]:
 
 def most(number: int) -> int:
     """The largest number that any rank has."""
-    return max(_gathered(number))
+    return max(gathered(number))
 
 
 def least(number: int) -> int:
     """The smallest number that any rank has."""
-    return min(_gathered(number))
+    return min(gathered(number))
 
 
 def all_of(fact: bool) -> bool:
     """Does it hold on every rank?"""
-    return all(_gathered(fact))
+    return all(gathered(fact))
 
 
 def all_equal(value: Any) -> bool:
     """Is it the same on every rank?"""
     if not several():
         return True
-    return len(set(_gathered(hashlib.sha256(repr(value).encode()).hexdigest()))) == 1
+    return len(set(gathered(hashlib.sha256(repr(value).encode()).hexdigest()))) == 1
 
 
 def largest(batch: T, signature: str) -> T:
@@ -106,7 +108,7 @@ def largest(batch: T, signature: str) -> T:
     """
     if not several() or all_equal(signature):
         return batch
-    sizes = _gathered(sum(t.numel() * t.element_size() for t in tensors(batch)))
+    sizes = gathered(sum(t.numel() * t.element_size() for t in tensors(batch)))
     devices = [t.device for t in tensors(batch)]
     box = [map_tensors(lambda t: t.cpu(), batch)]
     distributed.broadcast_object_list(box, src=sizes.index(max(sizes)))

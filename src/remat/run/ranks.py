@@ -119,7 +119,10 @@ class Ranks:
         if group not in _groups:
             alike = dist.get_backend(group) == "gloo" or not dist.is_gloo_available()
             ranks = dist.get_process_group_ranks(group)
-            _groups[group] = group if alike else dist.new_group(ranks, backend="gloo")
+            # Ranks outside of this group are not here, and would be waited for.
+            _groups[group] = (
+                group if alike else dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            )
         return _groups[group]
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,30 @@ def test_type_checkers_see_the_same_names():
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="'remat' has no attribute 'fti'"):
         remat.fti  # noqa: B018
+
+
+ROOT = Path(__file__).parents[1]
+NAMED = sorted(
+    {
+        name
+        for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
+        for name in re.findall(r"\bremat(?:\.[a-z_]+\b(?!\.json|/))+", page.read_text())
+    }
+)
+
+
+def test_every_name_in_the_documentation_is_found_after_import_remat():
+    code = f"""
+import remat, sys
+assert "torch" not in sys.modules
+for name in {NAMED!r}:
+    found = remat
+    for part in name.split(".")[1:]:
+        found = getattr(found, part)
+"""
+    assert {"remat.ranks.alone", "remat.show.scalars.scalars_of", "remat.planner.strategies"} <= set(NAMED)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", [name for name in remat.__all__ if name.endswith("Error")])

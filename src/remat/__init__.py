@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from remat._lazy import submodules
+
 if TYPE_CHECKING:
     from remat.api import Handle, apply, fit, plan, profile, verify
     from remat.batchsize import largest
@@ -110,9 +112,12 @@ _EXPORTS: dict[str, str] = {
 }
 
 
+_submodule = submodules(__name__)
+
+
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
-        raise AttributeError(f"module 'remat' has no attribute {name!r}")
+        return _submodule(name)
     value = getattr(import_module(_EXPORTS[name]), name)
     globals()[name] = value  # found without this function from now on
     return value

@@ -6,3 +6,7 @@
 
 accelerate, diffusers, PEFT, DDP and FSDP2 need no file: `remat.fit` takes their models as they are.
 """
+
+from remat._lazy import submodules
+
+__getattr__ = submodules(__name__)

@@ -278,6 +278,45 @@ def test_lightning_trainer(tmp_path: Path) -> None:
     assert len(log.splitlines()) == 1 + STEPS
 
 
+def test_lightning_with_a_model_that_checkpoints_itself(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning")
+    from remat.integrations.lightning import RematCallback
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = llama()
+            self.model.gradient_checkpointing_enable()
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            return self.model(**batch).loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+    class Seen(lightning.Callback):
+        on = True
+
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            self.on = any(getattr(m, "gradient_checkpointing", False) for m in module.modules())
+
+    def run(callbacks: list[Any]) -> Any:
+        module = Module()
+        trainer = lightning.Trainer(
+            accelerator="cpu", max_steps=2, callbacks=callbacks, enable_progress_bar=False, logger=False,
+            enable_checkpointing=False, enable_model_summary=False, default_root_dir=tmp_path,
+        )  # fmt: skip
+        trainer.fit(module, torch.utils.data.DataLoader(rows(), batch_size=4))
+        return module
+
+    seen, callback = Seen(), RematCallback(activations=0.9, adaptive=False)
+    found = run([callback, seen])
+    assert not seen.on
+    assert found.model.is_gradient_checkpointing
+    assert_equal_weights(weights(found), weights(run([])))
+    assert any(row.recomputed for row in callback.report.rows)
+
+
 def test_fabric() -> None:
     lightning = pytest.importorskip("lightning")
     from remat.integrations.lightning import fit

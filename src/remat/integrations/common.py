@@ -15,6 +15,7 @@ from torch import nn
 from remat import api
 from remat.handle import Handle
 from remat.records import Action
+from remat.run.quiet import SWITCHES
 from remat.show.scalars import scalars_of
 from remat.units import parse_bytes
 
@@ -89,12 +90,13 @@ _NUMBERS = (bool, int, float, str, type(None))
 def unchanged(*owners: Any) -> Iterator[None]:
     """Steps that run inside are no steps of training: what the owners count in their attributes (numbers,
     tensors, lists and dictionaries of them, such as metrics that a loss function collects) is afterwards as
-    it was. Parameters and buffers of modules are left to `untouched`."""
+    it was. Parameters and buffers of modules are left to `untouched`, and what the plan switches off to
+    `quiet`: it stays off when `fit` has returned."""
     before = [
         (owner, name, value, copy.deepcopy(value))
         for owner in owners
         for name, value in vars(owner).items()
-        if name not in _MODULE_TABLES and _is_plain(value)
+        if name not in (*_MODULE_TABLES, *SWITCHES) and _is_plain(value)
     ]
     try:
         yield

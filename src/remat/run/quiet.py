@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["quiet"]
+__all__ = ["SWITCHES", "quiet"]
+
+SWITCHES = ("gradient_checkpointing",)  # attributes of modules that `quiet` turns off and on
 
 
 @contextmanager

@@ -36,6 +36,7 @@ from remat.planner.schedule import make_plan
 from remat.records import Mode, Plan, Role
 from remat.run import compiled
 from remat.run.compiled import decompiled, is_compiled, probe, saved_bytes
+from remat.run.wrap import wrapped
 from remat.trace.discover import find_blocks
 from remat.trace.fusion import compiled_share
 from remat.trace.joint import price_joint
@@ -587,6 +588,18 @@ def test_verify_compares_with_the_same_compiled_blocks_without_a_plan() -> None:
     result = remat.verify(case.model, case.batch, plan, loss=case.loss)
     assert result.bitwise
     assert "same compiled blocks" in str(result)
+
+
+def test_verify_beside_a_handle_leaves_its_compiled_blocks_at_work() -> None:
+    case = stack()
+    plan = remat.plan(profile(case, case.model), activations=0.5)
+    with remat.apply(case.model, plan) as handle:
+        there = handle.regions
+        for given in (plan, None):
+            assert "same compiled blocks" in str(remat.verify(case.model, case.batch, given, loss=case.loss))
+        assert there
+        assert handle.regions == there
+        assert all(wrapped(case.model.get_submodule(region.name)).around is region for region in there)
 
 
 def test_an_eager_report_says_that_compiling_would_be_faster(monkeypatch: Any) -> None:

@@ -333,3 +333,11 @@ def test_a_free_link_gives_the_same_values(llama_plan):
             region.engine = engine
         assert_same(expected, step(given, given.model))
         assert engine.counts.sent_bytes == host_bytes(llama_plan.profile, llama_plan.choices)
+
+
+def test_verify_beside_a_handle_leaves_it_offloading(llama_plan):
+    given = case("llama")
+    with remat.apply(given.model, llama_plan) as handle:
+        assert remat.verify(given.model, given.batch, llama_plan, loss=given.loss).bitwise
+        given.run().backward()
+        assert handle.engine.counts.peak_used_bytes

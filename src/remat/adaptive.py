@@ -182,8 +182,9 @@ class _Watch:
         self._handle = handle
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._handle is not None and not bypassed():
-            self._handle._before_forward(args, kwargs)
+        handle = self._handle
+        if handle is not None and not handle._paused and not bypassed():
+            handle._before_forward(args, kwargs)
 
     def __deepcopy__(self, memo: Any) -> _Watch:
         return _Watch(None)
@@ -211,6 +212,7 @@ class AdaptiveHandle(Handle):
         self.verification, self.measured, self.on_event = fitted.verification, fitted.measured, on_event
         self.outside = fitted.outside
         self._board = board
+        self._paused = False
         self._device = device_of(self.model)
         self._fitted = fitted.plan
         self._budget = fitted.plan.budget_bytes
@@ -273,7 +275,24 @@ class AdaptiveHandle(Handle):
 
     def remove(self) -> None:
         self._hook.remove()
-        self._board.remove()
+        super().remove()
+
+    def _changes_model(self) -> bool:
+        """The next batch decides."""
+        return True
+
+    def _take_off(self) -> Callable[[], None]:
+        self._settle()
+        self._paused = True
+        self._board.show({})
+
+        def put_back() -> None:
+            self._paused = False
+            ready = None if self._now is None else self._ready.get(self._now)
+            if ready is not None:
+                self._board.show(ready.tables, ready.head)
+
+        return put_back
 
     def __repr__(self) -> str:
         return f"<remat.Handle of {self._fitted.profile.model}: a plan for each of {len(self._ready)} shapes>"

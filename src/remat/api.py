@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,14 +25,17 @@ from remat.check.verify import Verification
 from remat.devices import Device
 from remat.errors import BudgetError, InputError, RematError, VerificationError
 from remat.estimating import OptimizerLike, estimate_profile
-from remat.handle import Handle, apply
+from remat.handle import Handle, apply, at_work, chunked_head
 from remat.planner.schedule import keep_everything, refusal, schedule
 from remat.planner.simulate import simulate
 from remat.profiling import Request, build_profile, device_of
 from remat.records import Action, Mode, Phase, Plan, Profile
 from remat.run.compiled import BACKENDS, DEFAULT_BACKEND, PUBLIC, is_compiled
+from remat.run.functions import functions
 from remat.run.journal import Event
 from remat.run.recover import remembered_bytes
+from remat.run.region import PlannedRegion
+from remat.run.wrap import wrapped
 from remat.show.progress import showing
 from remat.trace.discover import find_blocks
 from remat.trace.sizes import smaller_batches
@@ -46,9 +50,10 @@ _PIECES_UNSEEN = 0.01  # the same where tensors come later that the confirming r
 _LACKING = 0.05  # of the budget, taken off when the device runs out of memory within it
 _SLACK = 0.03  # of the budget left unused, from which on a looser plan is tried
 _TRIES = 4  # plans that are measured before fit gives up on meeting a budget
-# Relative to a tensor's largest magnitude: with another saved set the compiler may fuse and round otherwise.
-_COMPILED_TOLERANCE = 1e-4
-_COMPILED_TOLERANCE_LOW = 0.05  # in half precision
+# Relative to a tensor's largest magnitude: with another saved set the compiler may fuse and round otherwise,
+# and chunks are added up in another order.
+_ROUNDING = 1e-4
+_ROUNDING_LOW = 0.05  # in half precision
 _ACTIONS = (Action.KEEP, Action.RECOMPUTE)
 
 
@@ -214,19 +219,48 @@ def verify(
 ) -> Verification:
     """Compare the planned (or enabled) step with the untouched one: loss, every gradient, buffers.
 
-    The model is left as it was. Needs the memory of the untouched step: where that does not fit, see
+    The model is left as it was: what a handle has put on it is off meanwhile, and on again afterwards. `step`
+    is given the batch if there is one. Needs the memory of the untouched step: where that does not fit, see
     `Handle.verification`, which compares region by region.
     """
-    run = (lambda model, batch: step()) if step is not None else None
-    planned = None if plan is None else (lambda: apply(model, plan))
-    if plan is not None and any(plan.entry(call).mode is Mode.COMPILED for call in range(len(plan.choices))):
-        return _verify_compiled(
-            model, batch, plan, run or (lambda model, batch: run_step(model, batch, loss))
+
+    def run(model: nn.Module, batch: Any) -> torch.Tensor:
+        return _run(model, batch, loss, step)
+
+    handle = at_work(model)
+    shown = handle.plan if plan is None and handle is not None else plan
+    modes = set() if shown is None else {shown.entry(call).mode for call in range(len(shown.choices))}
+    tolerance, how = 0.0, "whole step"
+    if shown is not None and (chunked_head(shown) is not None or Mode.CHUNK in modes):
+        tolerance = _rounding(model)
+        parts = chunked_head(shown) or "parts of blocks"
+        how += f", {parts} in chunks (rounding may differ by {tolerance:g} of a tensor's magnitude)"
+    planned_here = _runs_a_plan(model)
+    if shown is None or (plan is None and Mode.COMPILED not in modes):
+        # Where a plan runs, inputs must not require gradients: the regions were captured without.
+        inputs = step is None and not planned_here
+        return check_verify.verify(model, batch, run=run, inputs=inputs, tolerance=tolerance, how=how)
+    if handle is None and planned_here:
+        raise InputError(
+            f"this {type(model).__name__} runs a plan whose handle is not there (it is a copy, or the handle "
+            "was let go of); remat.verify(model, batch), without a plan, compares what runs on it"
         )
-    # Inputs must not require gradients here: the regions were captured without.
-    return check_verify.verify(
-        model, batch, planned, loss=loss, run=run, inputs=plan is None and step is None
-    )
+    with nullcontext() if handle is None else handle.paused():
+        if Mode.COMPILED in modes:
+            return _verify_compiled(model, batch, shown, run)
+        return check_verify.verify(
+            model, batch, lambda: apply(model, shown), run=run, inputs=False, tolerance=tolerance, how=how
+        )
+
+
+def _runs_a_plan(model: nn.Module) -> bool:
+    arounds = [there.around for there in map(wrapped, model.modules()) if there is not None]
+    return bool(functions(model)) or any(isinstance(around, PlannedRegion) for around in arounds)
+
+
+def _rounding(model: nn.Module) -> float:
+    low = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
+    return _ROUNDING_LOW if low else _ROUNDING
 
 
 def _verify_compiled(
@@ -239,14 +273,13 @@ def _verify_compiled(
         sets = [i for i, entry in enumerate(menu) if entry.mode is Mode.COMPILED]
         choices[index] = max(sets, key=lambda i: menu[i].resident_bytes) if sets else 0
     unplanned = replace(plan, choices=tuple(choices))
-    low = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
     return check_verify.compare(
         lambda: apply(model, unplanned),
         lambda: apply(model, plan),
         model,
         batch,
         run=run,
-        tolerance=_COMPILED_TOLERANCE_LOW if low else _COMPILED_TOLERANCE,
+        tolerance=_rounding(model),
         how="whole step, against the same compiled blocks without a plan",
     )
 
@@ -451,7 +484,9 @@ def _fitted(
     try:
         progress("verifying region by region")
         names = _with_room_to_compare(handle.plan)
-        handle.verification = verify_regions(request.model, request.run, handle.regions, names)
+        handle.verification = verify_regions(
+            request.model, request.run, handle.regions, names, chunked_head(handle.plan)
+        )
     except BaseException:
         handle.remove()
         raise

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -39,7 +40,7 @@ from remat.run.switch import Switchboard
 from remat.show.text import Report
 from remat.units import format_bytes
 
-__all__ = ["Handle", "Programs", "apply", "chunked_head", "planned_regions", "tighter_limit"]
+__all__ = ["Handle", "Programs", "apply", "at_work", "chunked_head", "planned_regions", "tighter_limit"]
 
 _TRIES = 4  # runs of one step before it is given up
 _TIGHTER = 0.9  # of the present limit, for the next plan after running out of memory
@@ -52,14 +53,39 @@ def apply(model: nn.Module, plan: Plan, *, check: bool = True) -> Handle:
     `check` is the spot check of every replay: on by default, since what it costs is small.
     """
     _refuse_stranger(model, plan)
+    _refuse_second(model)
     return Handle(model, *_installed(model, plan, check), check)
 
 
-def _installed(model: nn.Module, plan: Plan, check: bool) -> tuple[Plan, Installation]:
-    """The plan that runs now (without offload, if the host has no memory for it), and what was put on."""
+def at_work(model: nn.Module) -> Handle | None:
+    """The handle whose plan this model runs now. A copy of the model has none, and neither has a model whose
+    handle was let go of without `remove`."""
+    found = _AT_WORK.get(model)
+    return None if found is None else found()
+
+
+# Weak on both sides: neither a model nor its handle lives longer for it.
+_AT_WORK: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Handle]] = weakref.WeakKeyDictionary()
+
+
+def _refuse_second(model: nn.Module) -> None:
+    there = at_work(model)
+    if there is not None and there._changes_model():
+        raise InputError(
+            f"this {type(model).__name__} runs a plan already, and two handles cannot share it: take the "
+            "first off with handle.remove(), then apply the other plan"
+        )
+
+
+def _installed(
+    model: nn.Module, plan: Plan, check: bool, again: Sequence[PlannedRegion] | None = None
+) -> tuple[Plan, Installation]:
+    """The plan that runs now (without offload, if the host has no memory for it), and what was put on.
+    `again`: this plan's regions, which were on the model before."""
+    asked = plan
     plan, engine = engine_for(plan)
     try:
-        regions = planned_regions(plan, check)
+        regions = planned_regions(plan, check) if again is None or plan is not asked else again
         for region in regions:
             region.engine = engine
         installation = install(model, regions, head=chunked_head(plan))
@@ -97,6 +123,8 @@ class Handle:
         self._installation = installation
         self._check = check
         self._journal = Journal()
+        self._removed = False
+        _AT_WORK[model] = weakref.ref(self)
 
     @property
     def stats(self) -> Stats:
@@ -159,7 +187,7 @@ class Handle:
         run = backward if backward is not None else torch.Tensor.backward
         try:
             loss, tried = recovering(
-                self.model, fn, run, self._tighten, ranks, tries, self._trained_outside(optimizer)
+                self.model, fn, run, self._next_plan, ranks, tries, self._trained_outside(optimizer)
             )
         except RecoveryError as error:
             error.needed = self._needed()
@@ -181,6 +209,10 @@ class Handle:
 
     def _needed(self) -> int:
         return least_budget(self.plan.profile, self.plan.allow)
+
+    def _next_plan(self, failure: Failure) -> str | None:
+        """As `_tighten`, but a model that was let go of is not planned again."""
+        return None if self._removed else self._tighten(failure)
 
     def _tighten(self, failure: Failure) -> str | None:
         """Go over to the next tighter plan; what it is, or None if this is the tightest."""
@@ -207,7 +239,34 @@ class Handle:
 
     def remove(self) -> None:
         """Take everything off the model again. A second call does nothing."""
+        self._removed = True
+        if at_work(self.model) is self:
+            del _AT_WORK[self.model]
         self._installation.remove()
+
+    def _changes_model(self) -> bool:
+        """Whether anything is on the model: a plan that keeps everything leaves it as it is."""
+        return bool(self.regions) or chunked_head(self.plan) is not None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, the plan is off the model; afterwards its regions are on it again, and go on counting."""
+        put_back = self._take_off()
+        del _AT_WORK[self.model]
+        try:
+            yield
+        finally:
+            put_back()
+            _AT_WORK[self.model] = weakref.ref(self)
+
+    def _take_off(self) -> Callable[[], None]:
+        regions = self.regions
+        self._installation.remove()
+
+        def put_back() -> None:
+            self.plan, self._installation = _installed(self.model, self.plan, self._check, regions)
+
+        return put_back
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise RematError(

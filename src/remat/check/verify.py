@@ -19,6 +19,7 @@ from remat import trees
 from remat.check.step import Loss, run_step
 from remat.check.untouched import backward, untouched
 from remat.errors import InputError, VerificationError
+from remat.run.functions import functions
 from remat.run.wrap import bypass, wrapped
 
 __all__ = ["Difference", "Outcome", "Verification", "compare", "difference", "observe", "verify"]
@@ -38,6 +39,8 @@ class Verification:
     checkpointed run, and of the second untouched run. `worst` names where it is largest relative to the
     tensor's own magnitude. `missing`: there is a gradient without checkpointing and none with it;
     `unexpected`: the reverse; both fail. `untrained`: trainable parameters that get no gradient either way.
+    `within`: what a difference may come from; "rounding" where the order of sums differs (compiled blocks,
+    chunks).
     """
 
     bitwise: bool
@@ -50,6 +53,7 @@ class Verification:
     unexpected: tuple[str, ...] = ()
     untrained: tuple[str, ...] = ()
     how: str = "whole step"
+    within: str = "the step's own noise"
 
     def raise_if_different(self) -> None:
         """VerificationError unless ok."""
@@ -67,10 +71,11 @@ class Verification:
         elif self.bitwise:
             verdict, detail = "equal bit for bit", []
         else:
-            verdict = "equal within the step's own noise" if self.ok else "different"
-            detail = [
+            verdict = f"equal within {self.within}" if self.ok else "different"
+            measured = (
                 f"largest difference {self.max_abs_diff:.3g} (worst: {self.worst}), noise {self.noise:.3g}"
-            ]
+            )
+            detail = [measured] if self.worst else []
         return ", ".join([f"{verdict}: {self.compared} tensors compared, {self.how}", *detail])
 
 
@@ -100,26 +105,28 @@ def verify(
     run: Step | None = None,
     inputs: bool = True,
     tolerance: float = 0.0,
+    how: str = "whole step",
 ) -> Verification:
     """Compare the step with and without checkpointing; the model, its gradients and the RNG stay as they are.
 
-    Without `planned`, the model is one that `remat.enable` was called on, and the wrappers are bypassed for
-    the reference. `planned` makes a context in which the step runs planned. `run(model, batch)` replaces the
+    Whatever is wrapped is bypassed for the reference. Without `planned`, the model runs checkpointed already.
+    `planned` makes a context in which the step runs planned. `run(model, batch)` replaces the
     forward and loss of one step. With `inputs`, gradients of all floating-point inputs are compared too.
     """
-    if planned is None and not any(wrapped(module) for module in model.modules()):
+    if planned is None and not (functions(model) or any(wrapped(module) for module in model.modules())):
         raise InputError(
             f"nothing in this {type(model).__name__} is checkpointed, so there is nothing to verify; call "
             "remat.enable(model) first, or pass a plan"
         )
     return compare(
-        bypass if planned is None else nullcontext,
+        bypass,
         nullcontext if planned is None else planned,
         model,
         batch,
         run=run or (lambda model, batch: run_step(model, batch, loss)),
         inputs=inputs,
         tolerance=tolerance,
+        how=how,
     )
 
 
@@ -167,6 +174,7 @@ def compare(
         unexpected=unexpected,
         untrained=reference.without_gradient,
         how=how,
+        within="rounding" if tolerance else Verification.within,
     )
 
 

@@ -13,12 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
-from remat._torch_private import in_jit_trace
 from remat.errors import InputError
-from remat.run.wrap import Around
+from remat.run.wrap import Around, bypassed
 
 __all__ = ["every_function", "functions", "install_function", "region", "remove_function"]
 
@@ -39,9 +37,9 @@ def region(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if (_installed or _visitors) and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if (_installed or _visitors) and not bypassed():
             around, model = _around(name)
-            if around is not None and model is not None and not in_jit_trace() and _belongs(fn, args, model):
+            if around is not None and model is not None and _belongs(fn, args, model):
                 return around(model, fn, args, kwargs)
         return fn(*args, **kwargs)
 

@@ -317,6 +317,18 @@ def test_lightning_with_a_model_that_checkpoints_itself(tmp_path: Path) -> None:
     assert any(row.recomputed for row in callback.report.rows)
 
 
+def test_lightning_refuses_what_it_cannot_do() -> None:
+    pytest.importorskip("lightning")
+    from remat.integrations.lightning import RematCallback
+
+    with pytest.raises(remat.InputError, match="adaptive=False"):
+        RematCallback("1GiB", allow=["keep", "offload"])
+    strategy = type("DeepSpeedStrategy", (), {})()
+    trainer = type("Trainer", (), {"strategy": strategy})()
+    with pytest.raises(remat.InputError, match="DeepSpeedStrategy"):
+        RematCallback("1GiB").on_train_batch_start(trainer, None, None, 0)
+
+
 def test_fabric() -> None:
     lightning = pytest.importorskip("lightning")
     from remat.integrations.lightning import fit

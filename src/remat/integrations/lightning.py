@@ -38,7 +38,8 @@ __all__ = ["RematCallback", "fit"]
 
 
 class RematCallback(Callback):  # type: ignore[misc]
-    """Train within a budget. The arguments are those of `remat.fit`; `adaptive`: batches of other lengths get
+    """Train within a budget. The arguments are those of `remat.fit`, without `compile` and
+    `on_event`; `adaptive`: batches of other lengths get
     plans of their own, where one submodule (self.model) is the model.
 
     After training the module is as before; `report` tells what was decided and what happened.
@@ -72,6 +73,7 @@ class RematCallback(Callback):  # type: ignore[misc]
         self._stop()
 
     def _fit(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> Handle:
+        _refuse_strategies(trainer)
         if not pl_module.automatic_optimization:
             raise InputError(
                 f"{type(pl_module).__name__} optimizes by itself (automatic_optimization=False), so that its "
@@ -99,6 +101,14 @@ class RematCallback(Callback):  # type: ignore[misc]
             self.report = self.handle.report()
             self.handle.remove()
             self.handle = None
+
+
+def _refuse_strategies(trainer: Any) -> None:
+    name = type(trainer.strategy).__name__
+    if "DeepSpeed" in name or "DataParallel" in name:
+        raise InputError(
+            f"RematCallback cannot plan a step that {name} runs; use DDP or FSDP2, or leave it out"
+        )
 
 
 def _inner(pl_module: Any) -> nn.Module | None:

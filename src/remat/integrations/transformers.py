@@ -30,7 +30,8 @@ __all__ = ["RematCallback"]
 
 
 class RematCallback(TrainerCallback):  # type: ignore[misc]
-    """Train within a budget. The arguments are those of `remat.fit`; `adaptive`: batches of other lengths get
+    """Train within a budget. The arguments are those of `remat.fit`, without `compile` and
+    `on_event`; `adaptive`: batches of other lengths get
     plans of their own. A step that runs out of memory is run again under a tighter plan.
 
     `gradient_checkpointing=True` in the TrainingArguments does no harm: it is off while the plan runs. After

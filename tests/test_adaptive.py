@@ -480,6 +480,41 @@ def test_evaluation_changes_no_plan(small):
     assert handle.stats.steps == steps
 
 
+def _in_eval(model, batch):
+    model.eval()
+    model(**batch).loss.backward()
+    model.train()
+
+
+def _under_a_hook(model, batch):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        model(**batch).loss.backward()
+
+
+@pytest.mark.parametrize("unusual", [_in_eval, _under_a_hook])
+@pytest.mark.parametrize("length", [256, 143])
+def test_one_unusual_forward_does_not_turn_recipes_off(unusual, length):
+    model, handle, _ = fitted(256)
+    batch = tokens(length)
+    expected = plain_gradients(model, batch)
+
+    def recipes():
+        return sum(v.program is not None for r in handle.regions for v in r.variants.values())
+
+    model(**batch)
+    before = recipes()
+    assert before
+    unusual(model, batch)
+    assert handle.stats.fell_back == 1
+    assert not recipes()
+    assert_equal(expected, gradients(model))
+    model(**batch).loss.backward()
+    assert recipes() == before
+    assert handle.stats.fell_back == 1
+    assert_equal(expected, gradients(model))
+    handle.remove()
+
+
 def test_other_inputs_than_were_measured_recompute_everything(small):
     model, handle, _ = small
     batch = {**tokens(64), "attention_mask": torch.ones(1, 64, dtype=torch.long)}

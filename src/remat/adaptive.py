@@ -350,14 +350,17 @@ class AdaptiveHandle(Handle):
             self.plan = ready.plan
             self._journal.note("plan changed", _describe(ready.plan))
 
-    def _fell_back(self, name: str, why: str) -> None:
-        """A region could not run as planned, and has kept everything."""
+    def _fell_back(self, name: str, why: str, recipe_failed: bool) -> None:
+        """A region could not run as planned. The rest of this forward recomputes as a whole; at this size
+        recipes are not used again if one failed, but they are if only the call was unusual (eval mode, a
+        saved-tensor hook around it)."""
         self._journal.note("fell back", f"{name}: {why}")
         if self._now is None:
             return
-        self._ready.pop(self._now, None)
-        self._refused.add(self._now[0])
-        self._confirmed.discard(self._now[0])
+        if recipe_failed:
+            self._ready.pop(self._now, None)
+            self._refused.add(self._now[0])
+            self._confirmed.discard(self._now[0])
         self._board.recompute_all()
         self._now = None
 

@@ -101,7 +101,7 @@ class PlannedRegion:
     known: dict[Any, Variant] = field(default_factory=dict)  # by the signature itself
     owners: dict[int, Owners] = field(default_factory=dict)
     owner: str = "remat.apply"
-    on_fallback: Callable[[str, str], None] | None = None  # told the region's name, and why
+    on_fallback: Callable[[str, str, bool], None] | None = None  # told name, why, whether a recipe failed
     engine: Engine | None = None  # moves what goes to the host; without it that stays on the device
     place: int = 0  # among the regions of one forward
 
@@ -203,7 +203,7 @@ class PlannedRegion:
         if any(tensor.grad_fn is not None for tensor in outputs):
             problem = self._drop(program, module, outputs, inputs, seen)
             if problem:
-                self._fall_back(problem)
+                self._fall_back(problem, recipe_failed=True)
                 if self.counts.fallbacks >= _FALLBACKS_BEFORE_FULL:
                     self.switch_off(f"recomputes as a whole: {problem}")
         return output
@@ -325,11 +325,11 @@ class PlannedRegion:
             memo[:] = [None] * len(memo)
         return ""
 
-    def _fall_back(self, why: str) -> None:
+    def _fall_back(self, why: str, *, recipe_failed: bool = False) -> None:
         self.counts.fallbacks += 1
         self.counts.why = why
         if self.on_fallback is not None:
-            self.on_fallback(self.name, why)
+            self.on_fallback(self.name, why, recipe_failed)
 
     def switch_off(self, why: str) -> None:
         """From now on this region recomputes as a whole."""

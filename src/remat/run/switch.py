@@ -48,7 +48,7 @@ class Switchboard:
     """`show` makes the model run as the tables say, region by region; a region without a table keeps."""
 
     def __init__(
-        self, model: nn.Module, check: bool, on_fallback: Callable[[str, str], None] | None = None
+        self, model: nn.Module, check: bool, on_fallback: Callable[[str, str, bool], None] | None = None
     ) -> None:
         self._model, self._check, self._on_fallback = model, check, on_fallback
         self._modules = dict(model.named_modules())

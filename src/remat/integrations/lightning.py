@@ -149,10 +149,10 @@ def fit(
             f"{type(model).__name__} was not set up by Fabric; use remat.fit, or fabric.setup(model) first"
         )
 
-    def forward() -> torch.Tensor:
+    def forward(batch: Any) -> torch.Tensor:  # `adaptive=True` runs it with batches of other sizes, too
         given = precision.convert_input(batch)
         with precision.forward_context():
             output = call_model(module, given)
         return loss_of(precision.convert_output(output), batch, loss)
 
-    return api.fit(module, step=forward, budget=budget, **options)
+    return api.fit(module, batch, step=forward, budget=budget, **options)

@@ -1,0 +1,580 @@
+"""remat against every other way to train within less memory: time and activation peak, in one run.
+
+    PYTHONPATH=src python benchmarks/frontier.py --workloads llama-1.3b --out benchmarks/results/frontier.json
+
+Per workload, in one process: the plain step; remat at eight shares of its activation peak, eager and
+compiled, planned from one profile each and confirmed by a run; torch's checkpoint on all blocks, every second one, and
+reentrant; selective checkpointing; the chunked loss; the ways to offload; torch.compile of each block and of
+the whole model with its own budgets. Then remat once more right at the peak of each peer that it has not
+beaten. Then the race: every method in every round, in shuffled order. Time is the median of CUDA events; the
+peak is the allocator's active bytes above what is resident (parameters and gradients are).
+
+The file is written after every method; what fails is recorded with its error; --limit prepares nothing more
+once that and the rounds to come would take longer. Times of different runs are never compared: a workload's
+rows come from one process, and a second run of it takes the place of the first.
+
+Without an accelerator the same code runs small shapes, with live bytes and counted operations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from gauge import COST_UNIT, Reading, clean, read, seconds_of, spread_of, synchronize
+from peers import COMPILED, EAGER, Absent, Method, peers
+from verdict import TARGETS, Row, Target, fastest_within, lines_of, rivals_of, table, verdict
+from workloads import CUDA, WORKLOADS, Job, Workload
+
+import remat
+from remat.planner.link import host_bytes
+from remat.records import Action, Plan, Profile
+
+FORMAT = 1
+SHARES = (0.9, 0.7, 0.5, 0.35, 0.25, 0.15, 0.10, 0.06)
+EVERYTHING = (Action.KEEP, Action.RECOMPUTE, Action.OFFLOAD, Action.CHUNK)
+EXACT = EVERYTHING[:3]  # to the bit
+OURS = {"remat": EVERYTHING, "exact": EXACT, "compiled": EVERYTHING}
+# In this order: what is cheap and what matters most first, for a run that is cut short.
+GROUPS = ("plain", "remat", "exact", *EAGER, "compiled", *COMPILED)
+TRIES = 3  # plans for one share, each by what the last one's peak was off
+NEAR = 0.03  # a row of ours so little below a peer's peak stands for it
+CLEARLY = 0.98  # of a peer's time: faster than any noise
+ROUND_SECONDS = 1.0  # of timed steps for one method in one round, about
+Result = dict[str, Any]
+
+
+@dataclass
+class Lane:
+    """What is known of one method so far."""
+
+    label: str
+    group: str
+    compiled: bool
+    ours: bool
+    why: str = ""
+    reading: Reading | None = None
+    seconds: list[float] = field(default_factory=list)  # of the rounds
+    facts: Result = field(default_factory=dict)
+
+    def cost(self) -> float | None:
+        if self.reading is None:
+            return None
+        return statistics.median(self.seconds) if CUDA and self.seconds else self.reading.cost
+
+
+@dataclass(frozen=True)
+class Base:
+    """What ratios are to: the plain step, or its prediction where it does not run."""
+
+    peak_bytes: int
+    cost: float
+    measured: bool
+
+
+class Race:
+    def __init__(
+        self, name: str, workload: Workload, options: argparse.Namespace, write: Callable[[Result], None]
+    ) -> None:
+        self.name, self.workload, self.options, self._write = name, workload, options, write
+        self.begin = time.perf_counter()
+        self.job: Job = (workload.small if options.small else workload.full)()
+        self.lanes: dict[str, Lane] = {}
+        self.methods: list[Method] = []
+        self.predicted: Base | None = None
+        self.plain_gradients: list[torch.Tensor] = []
+        self.profiles: Result = {}
+        self.planners: dict[str, Planner] = {}
+        for parameter in self.job.trained:
+            parameter.grad = torch.zeros_like(parameter)
+
+    # -- what is known
+
+    @property
+    def base(self) -> Base | None:
+        plain = self.lanes.get("plain")
+        if plain is None or plain.reading is None:
+            return self.predicted
+        cost = plain.cost()
+        assert cost is not None
+        return Base(plain.reading.peak_bytes, cost, measured=True)
+
+    def row(self, lane: Lane) -> Row:
+        share = time_ratio = None
+        cost, base = lane.cost(), self.base
+        if lane.reading is not None and cost is not None and base is not None:
+            share = lane.reading.peak_bytes / base.peak_bytes
+            time_ratio = cost / base.cost if base.cost else None
+        seconds = lane.seconds or ([lane.reading.cost] if CUDA and lane.reading is not None else [])
+        return Row(
+            lane.label, lane.group, lane.compiled, lane.ours, share, time_ratio,
+            peak_bytes=None if lane.reading is None else lane.reading.peak_bytes,
+            seconds=statistics.median(seconds) if seconds else None,
+            spread=spread_of(lane.seconds), runs=len(lane.seconds), why=lane.why, facts=dict(lane.facts),
+        )  # fmt: skip
+
+    def rows(self) -> list[Row]:
+        return [self.row(lane) for lane in self.lanes.values()]
+
+    def result(self) -> Result:
+        base = self.base
+        return {
+            "about": self.workload.about,
+            "size": "small" if self.options.small else "full",
+            "cost_unit": COST_UNIT,
+            "base": None if base is None else vars(base),
+            "rows": [row.as_json() for row in self.rows()],
+            "profiles": self.profiles,
+            "verdict": verdict(self.rows(), self.targets()).as_json(),
+            "seconds": time.perf_counter() - self.begin,
+        }
+
+    def targets(self) -> tuple[Target, ...]:
+        return () if self.options.small else TARGETS.get(self.name, ())
+
+    def write(self) -> None:
+        self._write(self.result())
+
+    def say(self, text: str) -> None:
+        print(f"{time.perf_counter() - self.begin:6.1f} s  {self.name}  {text}", flush=True)
+
+    # -- one method
+
+    def lane_of(self, method: Method | Absent) -> Lane:
+        ours = isinstance(method, Method) and method.ours
+        facts = dict(method.facts) if isinstance(method, Method) else {}
+        return Lane(method.label, method.group, method.compiled, ours, facts=facts)
+
+    def absent(self, method: Method | Absent, why: str) -> None:
+        lane = self.lane_of(method)
+        lane.why = why
+        self.lanes[method.label] = lane
+        self.say(f"{method.label}: {why}")
+        self.write()
+
+    def rounds_seconds(self) -> float:
+        """How long the rounds will take, about."""
+        steps = self.options.rounds * (1 + self.steps_per_round())
+        raced = (self.lanes[method.label].cost() or 0.0 for method in self.methods if not method.slow)
+        return 1.2 * steps * sum(raced) if CUDA else 0.0
+
+    def steps_per_round(self) -> int:
+        base = self.base
+        if self.options.steps is not None or base is None or not CUDA:
+            return int(self.options.steps or 1)
+        return max(2, min(10, round(ROUND_SECONDS / max(base.cost, 1e-3))))
+
+    def late(self) -> bool:
+        spent = time.perf_counter() - self.begin
+        return self.options.limit is not None and spent + self.rounds_seconds() > self.options.limit
+
+    def prepare(self, method: Method) -> Reading | None:
+        """Compile, warm up, read peak and a first time. What fails is recorded and left out of the race."""
+        if self.late():
+            self.absent(method, f"not run: the limit of {self.options.limit:g} s")
+            return None
+        begin = time.perf_counter()
+        lane = self.lane_of(method)
+        try:
+            with method.context():
+                with method.compiling():
+                    self.job.step()
+                synchronize()
+                lane.facts["first_step_seconds"] = round(time.perf_counter() - begin, 3)
+                if method.compiled:  # what the first run has left to later ones
+                    self.job.step()
+                lane.reading = read(self.job.step)
+                if self.options.gradients:
+                    lane.facts["gradients"] = self.compare_gradients(method)
+        except Exception as error:
+            why = one_line(error)
+        else:
+            why = ""
+        if why:  # outside of the handler: its traceback holds the step's memory
+            clean()
+            self.restore_gradients()
+            self.absent(method, f"failed: {why}")
+            return None
+        if lane.reading is not None and lane.reading.operations is not None:
+            lane.facts["operations"] = lane.reading.operations
+        self.lanes[method.label] = lane
+        self.methods.append(method)
+        row = self.row(lane)
+        if row.measured:
+            self.say(f"{method.label}: {row.time:.3f}x at {row.share:.3f}")
+        self.write()
+        return lane.reading
+
+    def compare_gradients(self, method: Method) -> str:
+        """Against the plain step's, random numbers seeded alike."""
+        for parameter in self.job.trained:
+            parameter.grad = None
+        torch.manual_seed(1)
+        self.job.step()
+        found = [p.grad.clone() for p in self.job.trained if p.grad is not None]
+        self.restore_gradients()
+        if method.group == "plain":
+            self.plain_gradients = found
+        if len(found) != len(self.plain_gradients):
+            return f"missing: {len(found)} of {len(self.plain_gradients)}"
+        return difference(self.plain_gradients, found)
+
+    def restore_gradients(self) -> None:
+        """Gradients are resident in every measurement."""
+        for parameter in self.job.trained:
+            parameter.grad = torch.zeros_like(parameter)
+
+    # -- all of them
+
+    def run(self, groups: Sequence[str]) -> Result:
+        for group in (group for group in GROUPS if group in groups):
+            if group == "plain":
+                self.prepare(Method("plain", group, nullcontext))
+            elif group in OURS:
+                self.prepare_ours(group)
+            else:
+                for method in peers(self.job, group, self.options.backend, self.workload.attention):
+                    if isinstance(method, Absent):
+                        self.absent(method, method.why)
+                    else:
+                        self.prepare(method)
+        self.prepare_at_peers()
+        self.race()
+        self.write()
+        return self.result()
+
+    def prepare_ours(self, group: str) -> None:
+        made = Planner.of(self, group)
+        if made is None:
+            return
+        self.planners[group] = made
+        how = "compiled" if group == "compiled" else "eager"
+        asked = {target.share for target in self.targets() if target.how in (how, "any")}
+        for share in sorted({*(self.workload.shares or SHARES), *asked}, reverse=True):
+            made.add(share)
+
+    def prepare_at_peers(self) -> None:
+        """remat right at the peak of each peer that it does not clearly beat yet: that is the comparison."""
+        for lane in [lane for lane in self.lanes.values() if not lane.ours and lane.group != "plain"]:
+            peer = self.row(lane)
+            made = self.planners.get("compiled") if peer.compiled else self.planners.get("remat")
+            if made is None or not peer.measured or not self.unbeaten(peer):
+                continue
+            assert peer.share is not None
+            made.add(peer.share, f"{made.prefix} {peer.share:.3f}, as {peer.label}")
+
+    def unbeaten(self, peer: Row) -> bool:
+        assert peer.share is not None
+        assert peer.time is not None
+        if not 0.02 <= peer.share <= 0.98:
+            return False
+        rivals = rivals_of(peer, self.rows())
+        best = fastest_within(rivals, peer.share)
+        if best is not None and best.time is not None and best.time <= CLEARLY * peer.time:
+            return False
+        near = (row.share for row in rivals if row.compiled == peer.compiled and row.share is not None)
+        return not any((1 - NEAR) * peer.share <= share <= peer.share for share in near)
+
+    def race(self) -> None:
+        """Every method in every round, in another order each time: a device that warms up slows all alike."""
+        order, raced = random.Random(0), [method for method in self.methods if not method.slow]
+        steps = self.steps_per_round()
+        for number in range(self.options.rounds):
+            self.say(f"round {number + 1}: {len(raced)} methods, {steps} steps each")
+            for method in order.sample(raced, len(raced)):
+                lane = self.lanes[method.label]
+                try:
+                    with method.context():
+                        self.job.step()
+                        lane.seconds += [seconds_of(self.job.step) for _ in range(steps)]
+                except Exception as error:
+                    lane.facts["failed_in_the_race"] = one_line(error)
+                    clean()
+                self.write()
+
+
+class Planner:
+    """Plans of one profile, each confirmed by a run, as `fit` does it."""
+
+    def __init__(self, race: Race, group: str, profile: Profile) -> None:
+        self.race, self.group, self.profile = race, group, profile
+        self.prefix = {"remat": "remat", "exact": "remat exact", "compiled": "remat compiled"}[group]
+        self.resident = profile.step.resident + profile.step.gradients
+        self.excess = 0  # what measured peaks are above their predictions
+        self.seen: dict[tuple[Any, ...], str] = {}
+
+    @staticmethod
+    def of(race: Race, group: str) -> Planner | None:
+        """With the profile, which is made once; what fails is recorded."""
+        compiler = race.options.backend if group == "compiled" else False
+        begin = time.perf_counter()
+        if race.late():
+            race.absent(
+                Absent(f"{group} profile", group, ""), f"not run: the limit of {race.options.limit:g} s"
+            )
+            return None
+        there = race.planners.get("remat") if group == "exact" else None
+        try:
+            profile = there.profile if there is not None else remat.profile(
+                race.job.model, race.job.batch, loss=race.job.loss, accumulate=True, allow=OURS[group],
+                compile=compiler,
+            )  # fmt: skip
+            anything = remat.plan(profile, 1 << 60, allow=OURS[group])
+        except Exception as error:
+            why = one_line(error)
+        else:
+            why = ""
+        if why:
+            clean()
+            race.absent(Absent(f"{group} profile", group, "", group == "compiled"), f"failed: {why}")
+            return None
+        clean()
+        made = Planner(race, group, profile)
+        race.profiles[group] = {
+            "seconds": time.perf_counter() - begin,
+            "kinds": len(profile.kinds),
+            "menus": [len(kind.menu) for kind in profile.kinds],
+            "link": None if profile.link is None else vars(profile.link),
+            "notes": list(profile.notes),
+        }
+        if race.base is None:  # the plain step does not run here
+            race.predicted = Base(
+                anything.plain_peak_bytes - made.resident, anything.plain_seconds, measured=False
+            )
+        race.say(
+            f"{made.prefix}: profile in {race.profiles[group]['seconds']:.1f} s; {'; '.join(profile.notes)}"
+        )
+        return made
+
+    def plan(self, budget_bytes: int) -> Plan:
+        return remat.plan(self.profile, budget_bytes, allow=OURS[self.group])
+
+    def add(self, share: float, label: str = "") -> None:
+        """A plan whose measured peak is at most this share of the plain one; tighter until it is so, and once
+        looser where the prediction was too high."""
+        race, label = self.race, label or f"{self.prefix} {share:g}"
+        base = race.base
+        if base is None:
+            return
+        limit_bytes = int(share * base.peak_bytes)
+        for attempt in range(TRIES):
+            before = self.excess
+            try:
+                plan = self.plan(self.resident + limit_bytes - self.excess)
+            except remat.BudgetError as error:
+                if attempt == 0 or label not in race.lanes:
+                    least = (error.needed - self.resident) / base.peak_bytes
+                    race.absent(self.method(label, None, share), f"out of reach: {least:.3f} is the least")
+                    self.add_least(error.needed)
+                return
+            twin = self.seen.get(self.key(plan))
+            if twin is not None and twin != label:
+                race.absent(self.method(label, plan, share), f"not run: the same plan as {twin}")
+                return
+            race.methods = [method for method in race.methods if method.label != label]
+            reading = race.prepare(self.method(label, plan, share))
+            if reading is None:
+                return
+            self.seen[self.key(plan)] = label
+            self.excess = reading.peak_bytes - (plan.predicted_peak_bytes - self.resident)
+            race.lanes[label].facts["within"] = reading.peak_bytes <= limit_bytes
+            too_high = (
+                before - self.excess > 0.02 * base.peak_bytes and reading.peak_bytes < 0.97 * limit_bytes
+            )
+            if reading.peak_bytes <= limit_bytes and not (too_high and attempt == 0 and any(plan.choices)):
+                return
+
+    def add_least(self, needed_bytes: int) -> None:
+        """The lowest that it can do, once."""
+        label = f"{self.prefix} least"
+        if label in self.race.lanes or self.race.late():
+            return
+        plan = self.plan(needed_bytes)
+        if self.key(plan) in self.seen:
+            return
+        self.seen[self.key(plan)] = label
+        self.race.prepare(self.method(label, plan, None))
+
+    @staticmethod
+    def key(plan: Plan) -> tuple[Any, ...]:
+        return plan.choices, plan.profile.chunked, len(plan.profile.kinds)
+
+    def method(self, label: str, plan: Plan | None, share: float | None) -> Method:
+        compiled = self.group == "compiled"
+        if plan is None:
+            return Method(label, self.group, nullcontext, compiled, ours=True)
+        ways: dict[str, int] = {}
+        for call in range(len(plan.choices)):
+            entry = plan.entry(call)
+            way = f"{entry.mode.value}{' + host' if entry.host_bytes else ''}"
+            ways[way] = ways.get(way, 0) + 1
+        facts: Result = {
+            "budget_share": share,
+            "predicted_time": plan.predicted_seconds / plan.plain_seconds,
+            "predicted_peak_bytes": plan.predicted_peak_bytes - self.resident,
+            "regions": ways,
+            "chunked": plan.profile.chunked,
+            "host_bytes": host_bytes(plan.profile, plan.choices),
+        }
+
+        @contextmanager
+        def applied() -> Iterator[None]:
+            with remat.apply(self.race.job.model, plan) as handle:
+                yield
+                lane = self.race.lanes.get(label)
+                if lane is not None:
+                    lane.facts["fallbacks"] = sum(region.counts.fallbacks for region in handle.regions)
+
+        return Method(label, self.group, applied, compiled, ours=True, facts=facts)
+
+
+def difference(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> str:
+    """Bits, or the largest relative difference of any gradient."""
+    if all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)):
+        return "equal to the bit"
+    # A gradient that is zero but for rounding (of attention's key bias) has no scale of its own.
+    least = 1e-3 * max(float(a.float().norm()) for a in expected)
+    worst = 0.0
+    for a, b in zip(expected, found, strict=True):
+        worst = max(worst, float((a.float() - b.float()).norm()) / max(float(a.float().norm()), least))
+    return f"within {worst:.1e}"
+
+
+def one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:300]
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+def environment() -> Result:
+    def of(name: str) -> str | None:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            return None
+
+    names = ("transformers", "triton", "torchvision", "trl", "liger-kernel", "peft", "diffusers")
+    return {
+        "run": uuid.uuid4().hex[:12],
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": " ".join(sys.argv),
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if CUDA else "cpu",
+        "versions": {name: of(name) for name in names},
+        "commit": commit(),
+    }
+
+
+def commit() -> str:
+    """Of the working tree; with FRONTIER_COMMIT on a machine to which it was copied without its history."""
+    given = os.environ.get("FRONTIER_COMMIT")
+    if given:
+        return given
+    folder = Path(__file__).parent
+    try:
+        head = subprocess.run(
+            ["git", "rev-parse", "--short=12", "HEAD"], cwd=folder, capture_output=True, text=True
+        )
+        changed = subprocess.run(["git", "status", "--porcelain"], cwd=folder, capture_output=True, text=True)
+    except OSError:
+        return "unknown"
+    if head.returncode:
+        return "unknown"
+    return head.stdout.strip() + (" with changes" if changed.stdout.strip() else "")
+
+
+class Out:
+    """The results file: a workload's rows are those of one run. Other workloads' stay, each with the
+    environment of its own run; an earlier run of the same workload is set aside."""
+
+    def __init__(self, path: str | None) -> None:
+        self.path = None if path is None else Path(path)
+        self.environment = environment()
+        self.content: Result = {"format": FORMAT, "workloads": {}, "superseded": []}
+        if self.path is not None and self.path.exists():
+            found = json.loads(self.path.read_text(encoding="utf-8"))
+            if found.get("format") != FORMAT:
+                raise SystemExit(
+                    f"{self.path} has format {found.get('format')!r}, not {FORMAT}; write elsewhere"
+                )
+            self.content = found
+
+    def put(self, name: str, result: Result) -> None:
+        earlier = self.content["workloads"].get(name)
+        if earlier is not None and earlier["environment"]["run"] != self.environment["run"]:
+            self.content["superseded"].append({"workload": name, **earlier})
+        self.content["workloads"][name] = {"environment": self.environment, **result}
+        if self.path is not None:  # whole or not at all: the process may be killed at any time
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            beside = self.path.with_suffix(".writing")
+            beside.write_text(json.dumps(self.content, indent=1), encoding="utf-8")
+            beside.replace(self.path)
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--workloads", default="llama-1.3b", help=f"of {', '.join(WORKLOADS)}")
+    parser.add_argument("--methods", help=f"groups, instead of the workload's own: of {', '.join(GROUPS)}")
+    parser.add_argument("--rounds", type=int, default=2 if CUDA else 0)
+    parser.add_argument(
+        "--steps", type=int, help="timed steps of a method in one round; about a second's by default"
+    )
+    parser.add_argument("--limit", type=float, help="seconds for one workload, the rounds included, about")
+    parser.add_argument("--out", help="JSON, written after every method")
+    parser.add_argument(
+        "--small", action="store_true", default=not CUDA, help="small shapes, for any machine"
+    )
+    parser.add_argument(
+        "--gradients", action="store_true", default=not CUDA, help="compare each method's gradients"
+    )
+    parser.add_argument("--backend", default="inductor", help="of torch.compile, remat's and the peers'")
+    options = parser.parse_args(arguments)
+    for given, known in ((options.workloads, WORKLOADS), (options.methods or "plain", GROUPS)):
+        unknown = [name for name in given.split(",") if name not in known]
+        if unknown:
+            parser.error(f"{', '.join(unknown)}: known are {', '.join(known)}")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> Result:
+    options = parsed(arguments)
+    out = Out(options.out)
+    for name in options.workloads.split(","):
+        workload = WORKLOADS[name]
+        groups = options.methods.split(",") if options.methods else workload.groups
+        try:
+            race = Race(name, workload, options, lambda result, name=name: out.put(name, result))
+        except Exception as error:
+            out.put(name, {"about": workload.about, "rows": [], "failed": one_line(error)})
+            print(f"{name}: {one_line(error)}", flush=True)
+            continue
+        race.run(groups)
+        print(f"\n{name}: {workload.about}\n{table(race.rows())}\n", flush=True)
+        print(lines_of(verdict(race.rows(), race.targets())) + "\n", flush=True)
+        del race
+        clean()
+    return out.content
+
+
+if __name__ == "__main__":
+    main()

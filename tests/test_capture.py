@@ -21,9 +21,11 @@ from remat.errors import CaptureError
 from remat.records import RegionGraph, Role
 from remat.run.quiet import quiet
 from remat.run.recipe import compile_recipe
+from remat.trace import fold
 from remat.trace.capture import capture
 from remat.trace.discover import find_blocks
 from remat.trace.fake import faking, new_mode, without_memory
+from remat.trace.price import price
 from remat.trace.selfcheck import checked
 from remat.trace.survey import difference, visiting
 from test_recipe_families import FAMILIES
@@ -427,3 +429,29 @@ def test_fake_tensors_give_the_same_capture(name: str) -> None:
         assert all(DIFFERS_ON_FAKE[name] in text for text in different), different
     else:
         assert not different, different
+
+
+# ---------------------------------------------------------------------------------------------------- folds
+
+
+def test_folds_follow_those_of_another_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which form is faster changes with the size, and with the noise of the clock; a recipe holds for all."""
+    monkeypatch.setattr(fold, "_is_on_accelerator", lambda _: True)
+
+    def norm(module: Any, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * wide.pow(2).mean(-1, keepdim=True).rsqrt()).to(torch.bfloat16) * 2
+
+    def graph(rows: int, seconds: float, like: RegionGraph | None = None) -> RegionGraph:
+        monkeypatch.setattr(fold, "seconds_of", lambda capture, op: seconds)
+        module = Fn(norm)
+        x = torch.randn(rows, 8, dtype=torch.bfloat16, requires_grad=True)
+        return fold.folded(price(checked(capture(module.forward, (x,), {}, module))), like).graph
+
+    plain, every = graph(4, 1e9), graph(4, 0.0)
+    assert "aten.mul.out" not in [op.name for op in plain.ops]
+    assert [op.name for op in every.ops].count("aten.mul.out") == 2
+    for like in (plain, every):
+        for seconds in (0.0, 1e9):
+            found = graph(6, seconds, like)
+            assert [(op.name, op.inputs) for op in found.ops] == [(op.name, op.inputs) for op in like.ops]

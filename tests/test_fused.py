@@ -103,7 +103,7 @@ class _Launcher:
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> dict[str, _Launcher]:
     """Kernels run on the CPU. Only what the CPU rounds the same way however it is vectorised."""
     made: dict[str, _Launcher] = {}
-    monkeypatch.setattr(fused, "_compiled", lambda text: made.setdefault(text, _Launcher(text)))
+    monkeypatch.setattr(fused, "jit", lambda text: made.setdefault(text, _Launcher(text)))
     monkeypatch.setattr(fused, "can_fuse", lambda device: True)
     monkeypatch.setattr(fused, "_kernels", {})
     monkeypatch.setattr(fused, "_seen", set())
@@ -191,7 +191,7 @@ def test_a_kernel_that_does_not_compile_is_replaced_by_its_operations(
         raise RuntimeError("no compiler")
 
     fused._tried.cache_clear()
-    monkeypatch.setattr(fused, "_compiled", refuse)
+    monkeypatch.setattr(fused, "jit", refuse)
     case = ZOO["llama"]()
     expected = train(copy.deepcopy(case.model), case.run)
     planned = regions_at(survey_of(case.model, case.run), LEAST, fused=True)

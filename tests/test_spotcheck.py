@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 import random
 import re
@@ -23,18 +24,22 @@ from planning import (
     LEAST,
     Planned,
     assert_equal,
+    assert_planned_equals_plain,
     bits_of,
     fallbacks,
     on,
     recipe_at,
     regions_at,
     survey_of,
+    train,
 )
 from remat.errors import RecomputeError
 from remat.records import Mode, RegionGraph
+from remat.run import samples
 from remat.run.recipe import compile_recipe
 from remat.run.region import PlannedRegion, Variant
-from remat.run.spotcheck import PHASES, SAMPLES, SpotCheck, probe
+from remat.run.samples import PHASES, SAMPLES, Layout, Probes, probes
+from remat.run.spotcheck import SpotCheck
 
 
 class Annealed(nn.Module):
@@ -431,22 +436,127 @@ def test_nan_and_infinity_are_values_like_any_other(dtype: torch.dtype, bad: flo
 # --------------------------------------------------------------------------------------------- its own parts
 
 
+def layout_of(tensor: Tensor) -> Layout:
+    return Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+def _launch(
+    programs: int, stream: int, out: int, table: int, sizes: int, first: int, *addresses: int
+) -> None:
+    """What the kernel does, by address."""
+    for number in range(programs):
+        row = first + number
+        size = ctypes.c_int32.from_address(sizes + 4 * row).value
+        for sample in range(SAMPLES):
+            at = ctypes.c_int64.from_address(table + 8 * (row * SAMPLES + sample)).value
+            read = ctypes.string_at(addresses[number] + at, size) if size else b""
+            ctypes.memmove(out + (row * SAMPLES + sample) * 8, read.ljust(8, b"\0"), 8)
+
+
+@pytest.fixture(params=["taken", "gathered"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Probes]:
+    """Both ways to take samples; the kernel's with a stand-in that reads the same addresses."""
+    if request.param == "gathered":
+        gathers_by_address(monkeypatch)
+    return probes
+
+
+def gathers_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "can_fuse", lambda device: True)
+    monkeypatch.setattr(samples, "_gather", lambda device: _launch)
+    monkeypatch.setattr(samples, "current_device_index", lambda: None)
+    monkeypatch.setattr(samples, "current_stream_handle", lambda device: 0)
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_gathered_samples_pass_what_is_right_and_catch_what_is_wrong(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gathers_by_address(monkeypatch)
+    case = ZOO[model]()
+    found = survey_of(case.model, case.run)
+    planned = regions_at(found, LEAST, shadow=False)
+    programs = [v.program for r in planned.regions for v in r.variants.values() if v.program]
+    assert programs
+    assert all(isinstance(program.probes, samples._Gathered) for program in programs)
+    expected = train(copy.deepcopy(case.model), case.run)
+    assert_planned_equals_plain(case.model, case.run, planned, expected)
+    assert not fallbacks(planned)
+    assert samples._gathers(_launch, CPU)
+
+    def broken(programs: int, stream: int, out: int, *rest: int) -> None:
+        _launch(programs, stream, out, *rest)
+        ctypes.memset(out, 255, 1)
+
+    assert not samples._gathers(broken, CPU)
+
+
+def test_more_tensors_than_one_launch_takes(way: Callable[..., Probes]) -> None:
+    tensors = [torch.arange(40.0 + n) for n in range(19)]
+    where = way({place: layout_of(tensor) for place, tensor in enumerate(tensors) if place != 4}, CPU)
+    for wrong in (None, 0, 7, 8, 18):
+        check = SpotCheck(tensors, where, str, phase=1, whole=False)
+        for place, tensor in enumerate(tensors):
+            if place != 4:
+                check.see(place, tensor + 1 if place == wrong else tensor)
+        assert check.is_complete()
+        assert check.describe() == (None if wrong is None else str(wrong))
+
+
+def test_a_tensor_that_is_rebuilt_with_other_strides(way: Callable[..., Probes]) -> None:
+    tensor = torch.randn(6, 50)
+    check = SpotCheck([tensor], way({0: layout_of(tensor)}, CPU), str, phase=5, whole=False)
+    check.see(0, tensor.t().contiguous().t())
+    assert check.describe() is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_the_kernel_gathers_what_take_takes() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    launch = samples._gather(device)
+    assert launch is not None, "it works here, and was compared with torch.take"
+    tensors = [
+        torch.randn(300, 7, device=device).bfloat16().t(),
+        torch.randint(9, (6,), device=device),
+        torch.randn(4, 1000, device=device)[:, 3:],
+        torch.randn(77, device=device) > 0,
+        torch.randn(5, device=device, dtype=torch.float64),
+    ]
+    layouts = {place: layout_of(tensor) for place, tensor in enumerate(tensors)}
+    for phase in range(PHASES):
+        ours = samples._Gathered(layouts, device).expect(tensors, phase)
+        theirs = samples._Taken({p: samples._rows(x.numel()) for p, x in enumerate(tensors)}, device)
+        other = theirs.expect(tensors, phase)
+        for place, tensor in enumerate(tensors):
+            ours.see(place, tensor)
+            other.see(place, tensor)
+            expected, found = ours.pair(place)
+            assert torch.equal(expected, found)
+            assert torch.equal(found[: len(other.pair(place)[0])], other.pair(place)[0])
+
+
 @pytest.mark.parametrize(
     ("shape", "stride"),
     [((4, 8), (8, 1)), ((8, 4), (1, 8)), ((3, 5, 7), (35, 7, 1)), ((6, 8), (0, 1)), ((5, 3), (9, 2)),
      ((), ()), ((1, 1), (5, 5)), ((0, 4), (4, 1)), ((1000,), (1,)), ((1000,), (3,)), ((2, 1, 9), (9, 77, 1))],
 )  # fmt: skip
-def test_samples_lie_inside_the_tensor(shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
+def test_samples_lie_inside_the_tensor(
+    way: Callable[..., Probes], shape: tuple[int, ...], stride: tuple[int, ...]
+) -> None:
     memory = torch.arange(5000.0)
     tensor = memory.as_strided(shape, stride, 7)
     inside = set(tensor.flatten().tolist())
     seen: set[float] = set()
     for phase in range(PHASES):
-        check = SpotCheck([tensor], [probe(shape, CPU)], [0], str, phase=phase, whole=True)
-        samples = check._expected[0, False].tolist()
-        assert len(samples) <= SAMPLES
-        assert set(samples) <= inside
-        seen |= set(samples)
+        taken = way({0: layout_of(tensor)}, CPU).expect([tensor], phase)
+        taken.see(0, tensor)
+        expected, found = taken.pair(0)
+        assert torch.equal(expected, found)
+        assert len(expected) <= SAMPLES
+        if tensor.numel():
+            assert set(expected.tolist()) <= inside
+        seen |= set(expected.tolist())
     wandered = min(tensor.numel(), SAMPLES * PHASES) * 0.9
     if tensor.is_contiguous():
         assert len(seen) >= min(wandered, tensor.numel() // SAMPLES * SAMPLES), "another set in each phase"
@@ -455,17 +565,17 @@ def test_samples_lie_inside_the_tensor(shape: tuple[int, ...], stride: tuple[int
 def test_a_conjugated_tensor_can_be_sampled() -> None:
     memory = torch.randn(4, 4, dtype=torch.complex64)
     for error in (0, 1, 1j):
-        check = SpotCheck([memory.conj()], [probe((4, 4), CPU)], [0], str, phase=0, whole=True)
+        check = SpotCheck([memory.conj()], probes({0: layout_of(memory)}, CPU), str, phase=0, whole=True)
         check.see(0, (memory + error).conj())
         assert check.describe() == ("0" if error else None), "the checksum sees both parts"
 
 
-def test_a_checksum_does_not_depend_on_where_the_memory_begins() -> None:
+def test_a_checksum_does_not_depend_on_where_the_memory_begins(way: Callable[..., Probes]) -> None:
     """What is dropped may be a view at an odd offset, and is rebuilt at the beginning of its own memory."""
     for dtype in (torch.float32, torch.bfloat16, torch.uint8, torch.bool):
         memory = torch.arange(34).remainder(5).to(dtype)
         tensor = memory[1:33]
-        check = SpotCheck([tensor], [probe((32,), CPU)], [0], str, phase=0, whole=True)
+        check = SpotCheck([tensor], way({0: layout_of(tensor)}, CPU), str, phase=0, whole=True)
         check.see(0, tensor.clone())
         assert check.describe() is None
         check.see(0, ~tensor if dtype is torch.bool else tensor + 1)
@@ -519,16 +629,16 @@ def test_checks_die_with_their_graph() -> None:
             gc.enable()
 
 
-def test_different_dtypes_in_one_check() -> None:
+def test_different_dtypes_in_one_check(way: Callable[..., Probes]) -> None:
     tensors = [
         torch.randn(4, 4),
         torch.randint(9, (6,)),
         torch.randn(3).bfloat16(),
         torch.tensor([True, False]),
     ]
-    probes = [probe(tuple(t.shape), CPU) for t in tensors]
+    where = way({place: layout_of(tensor) for place, tensor in enumerate(tensors)}, CPU)
     for wrong in (None, 0, 1, 2, 3):
-        check = SpotCheck(tensors, probes, [0, 1, 2, 3], str, phase=3, whole=False)
+        check = SpotCheck(tensors, where, str, phase=3, whole=False)
         for place, tensor in enumerate(tensors):
             changed = ~tensor if tensor.dtype is torch.bool else tensor + 1
             check.see(place, changed if place == wrong else tensor)

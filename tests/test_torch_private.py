@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from remat import _torch_private as private
+from remat.records import Value
+from remat.run import fused
 
 
 def test_active_saved_tensors_hooks_gives_the_innermost_pair() -> None:
@@ -297,3 +300,42 @@ def test_dispatch_modes() -> None:
     assert private.dispatch_modes() == []
     with Mode() as mode:
         assert private.dispatch_modes() == [mode]
+
+
+def test_a_launch_without_detours() -> None:
+    """The order of what Triton's launcher takes; another order, or no such launcher: None."""
+
+    class Compiled:
+        function, packed_metadata = 7, (1, 2)
+
+        def __init__(self) -> None:
+            self.launched: list[Any] = []
+
+        def run(self, x: int, y: int, z: int, stream: int, function: int, metadata: Any, a: Any, b: Any,
+                c: Any, *arguments: Any) -> None:  # fmt: skip
+            assert (y, z, function, metadata, a, b, c) == (1, 1, 7, (1, 2), None, None, None)
+            self.launched.append((x, stream, arguments))
+
+    compiled = Compiled()
+    launch = private.direct_launch(compiled, 5, 1, 2)
+    assert launch is not None
+    launch(3, 6, 8, 9)
+    assert compiled.launched == [(0, 5, (1, 2)), (3, 6, (8, 9))]
+    assert private.direct_launch(object(), 5) is None
+    compiled.run = lambda grid, stream: None  # type: ignore[assignment, method-assign]
+    assert private.direct_launch(compiled, 5) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_launch_without_detours_runs_the_kernel() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert private.current_device_index() == device.index
+    x = torch.randn(3, 100, device=device)
+    leaf = fused.Leaf(0, (3, 100), (100, 1), 0, "float32")
+    made = Value(0, 0, (3, 100), (100, 1), 0, "float32", None, True)
+    kernel = fused.kernel(fused.Node("{0} * {0}", (leaf,), "float32", "float32"), made, device)
+    assert kernel._launch is not None
+    assert torch.equal(kernel(x), x * x)
+    memory = torch.randn(301, device=device)[1:].view(3, 100)
+    assert torch.equal(kernel(memory), memory * memory), "begins at an odd address"

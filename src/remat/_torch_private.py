@@ -32,7 +32,9 @@ __all__ = [
     "compiled_node",
     "compiler_errors",
     "compiler_problem",
+    "current_device_index",
     "current_stream_handle",
+    "direct_launch",
     "dispatch_modes",
     "flatten",
     "has_compiler",
@@ -131,6 +133,28 @@ def current_backward() -> int:
 def current_stream_handle(device: torch.device) -> int:
     """The CUDA stream of this thread, as a number: much cheaper to ask for than the stream itself."""
     return int(torch._C._cuda_getCurrentRawStream(device.index))
+
+
+def current_device_index() -> int:
+    """The CUDA device of this thread; cheaper than torch.cuda.current_device()."""
+    return int(torch._C._cuda_getDevice())
+
+
+def direct_launch(compiled: Any, stream: int, *trial: Any) -> Callable[..., None] | None:
+    """What Triton's compiled[(programs, 1, 1)](*arguments) does, as launch(programs, stream, *arguments):
+    without asking for device, stream and hooks each time. Arguments must be such as it was compiled for;
+    tensors may be given as addresses. Tried with `trial` and no programs; None if Triton has it otherwise.
+    """
+    try:
+        run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+        run(0, 1, 1, stream, function, metadata, None, None, None, *trial)
+    except (AttributeError, TypeError):
+        return None
+
+    def launch(programs: int, stream: int, *arguments: Any) -> None:
+        run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
+
+    return launch
 
 
 def keeps_graph() -> bool:

@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -79,7 +77,7 @@ _LOG = logging.getLogger(__name__)
 _OPS_PER_SLOT = 1.5  # dropping and unpacking one tensor
 _OPS_PER_MOVED = 8.0  # sending one storage to the host and having it back
 _OPS_PER_REGION = 20.0  # looking through the graph of a region that drops anything
-_LONG_SECONDS = 0.3  # a step that takes so long is timed at once, without warming up
+_LONG_SECONDS = 0.3  # an accelerator's step that takes so long is timed while its bytes are read
 _COMPILING_THREADS = 2
 _IDLE_SHARE = 0.5  # of a region's time that the host works at most, for kernels to be compiled meanwhile
 _KINDS_IN_FULL = 4  # kinds of blocks that are compiled with as many saved sets as pay; more get two each
@@ -126,8 +124,6 @@ def _refuse_several(model: nn.Module) -> None:
 def build_profile(request: Request, progress: Progress) -> Profile:
     model, device = request.model, device_of(request.model)
     _refuse_several(model)
-    if device.type == "cuda" and find_spec("triton"):  # it takes a second to import
-        threading.Thread(target=import_module, args=("triton",), daemon=True).start()
     ranks.refuse_strangers(fingerprint(model))
     blocks = find_blocks(model)
     step = _step_bytes(request, device)
@@ -140,13 +136,17 @@ def build_profile(request: Request, progress: Progress) -> Profile:
         ExitStack() as stack,
     ):
         host = _hosting(request, device, stack, notes, progress)
+        kernels = threading.Thread(target=_try_kernels, args=(device,), daemon=True)
+        kernels.start()
         progress("surveying regions")
         kinds: list[Kind] = []
 
         def measure(species: Species, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            kernels.join()  # it takes memory, which must not fall into a measurement
             kinds.append(_kind_for(request, len(kinds), species, (args, kwargs), device, progress, host))
 
-        found = survey(model, blocks, request.run, progress, measure)
+        like = () if request.like is None else [kind.graph for kind in request.like.kinds]
+        found = survey(model, blocks, request.run, progress, measure, like)
         if not found.sightings:
             raise InputError(
                 f"{type(model).__name__} has no repeated blocks that this step calls; mark what should be "
@@ -184,6 +184,12 @@ def build_profile(request: Request, progress: Progress) -> Profile:
     )
 
 
+def _try_kernels(device: torch.device) -> None:
+    """Beside the survey: the first kernel takes a second."""
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        can_fuse(device)
+
+
 def _hosting(
     request: Request, device: torch.device, stack: ExitStack, notes: list[str], progress: Progress
 ) -> Hosting | None:
@@ -211,14 +217,17 @@ def _whole_step(
     request: Request, blocks: Sequence[Block], found: Survey, device: torch.device
 ) -> tuple[tuple[Segment, ...], float]:
     """Timeline and seconds of the step with every region recomputed as a whole."""
-    first = ranks.agree(_frugal_step(request.model, blocks, request.run))  # all run as many steps
-    more = [
-        _frugal_step(request.model, blocks, request.run) for _ in range(1 if first > _LONG_SECONDS else 2)
-    ]
-    seconds = min(more)
-    clear_gradients(request.model)
+    model, run = request.model, request.run
+    first = ranks.agree(_frugal_step(model, blocks, run))  # all run as many steps
+    long = first > _LONG_SECONDS and device.type != "cpu"
+    seconds = [_frugal_step(model, blocks, run) for _ in range(0 if long else 2)]
+    clear_gradients(model)
     with Meter(device) as meter:
-        return timeline(request.model, blocks, request.run, meter, found.sightings), seconds
+        meter.synchronize()
+        begin = time.perf_counter()
+        segments = timeline(model, blocks, run, meter, found.sightings)
+        metered = time.perf_counter() - begin
+    return segments, min(seconds, default=metered)
 
 
 def _chunked_step(

@@ -20,13 +20,13 @@ from remat.planner.sizes import MisfitError, template
 from remat.records import Recipe, RegionGraph
 from remat.run.program import Program
 from remat.run.recipe import compile_recipe
-from remat.run.spotcheck import probe
+from remat.run.samples import probes
 
 __all__ = ["Stencil", "stencil"]
 
 _NUMBER = re.compile(r"(?<![\w.])\d+(?![\w.])")  # a whole number, not part of a name or of a fraction
 _PLACES = "K"
-_SAME = ("checked", "parameters", "modules", "kept", "memo_size", "replayed_ops", "moved", "recipe", "device")
+_SAME = ("parameters", "modules", "kept", "memo_size", "replayed_ops", "moved", "recipe", "device")
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ class Stencil:
         made = {field.name: getattr(self.like, field.name) for field in fields(Program)}
         made |= {name: names[name] for name in made if callable(made[name]) and name in names}
         made["slots"] = slots
-        made["probes"] = tuple(probe(s.shape, self.like.device) if s.checked else () for s in slots)
+        looked_at = {place: slot.layout for place, slot in enumerate(slots) if slot.checked}
+        made["probes"] = probes(looked_at, self.like.device)
         return _Sized(**made, exact=self.graph, size=size)
 
 
@@ -81,6 +82,8 @@ def stencil(
     for name in _SAME:
         if any(getattr(program, name) != getattr(programs[0], name) for program in programs):
             raise MisfitError(f"the {name} of a recipe differ with the size")
+    if any(program.probes.places != programs[0].probes.places for program in programs):
+        raise MisfitError("what the spot check looks at differs with the size")
     text, numbers = _merged(sizes, [program.text for program in programs])
     return Stencil(
         code=compile(text, "<remat recipe>", "exec"),

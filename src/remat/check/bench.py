@@ -154,12 +154,13 @@ def _times(
     device: torch.device,
 ) -> list[tuple[float, float]]:
     """(seconds, seconds of the host) per run, a few rounds; the shorter a run, the more of them in a row."""
-    first, host = _seconds(call, inputs, parameters, device, 1)
+    first = _seconds(call, inputs, parameters, device, 1)
     if device.type != "cuda":
-        return [(first, host)]
-    in_a_row = max(2, min(round(_ENOUGH_SECONDS / _ROUNDS / max(first, 1e-6)), 16))
-    rounds = _ROUNDS if in_a_row > 2 else 1
-    return [_seconds(call, inputs, parameters, device, in_a_row) for _ in range(rounds)]
+        return [first]
+    in_a_row = min(round(_ENOUGH_SECONDS / _ROUNDS / max(first[0], 1e-6)), 16)
+    if in_a_row <= 2:  # long: what the host does before the first operation does not show
+        return [first, _seconds(call, inputs, parameters, device, 1)]
+    return [_seconds(call, inputs, parameters, device, in_a_row) for _ in range(_ROUNDS)]
 
 
 def _seconds(

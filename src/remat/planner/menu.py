@@ -11,8 +11,11 @@ integers, and `check_recipe` confirms the result without knowing how it was foun
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +31,7 @@ Floats = npt.NDArray[np.float64]
 
 _LEVELS = 10
 _TIME_LIMIT_S = 10.0
+_SOLVERS = 4  # levels solved side by side
 
 # The objective is scaled so that replaying everything costs _SECONDS_SCALE, and bytes so that keeping
 # everything costs _BYTES_SCALE: far above HiGHS's absolute tolerance of 1e-6, far below what floats carry.
@@ -58,14 +62,19 @@ def recipes(
     """
     links = sorted({0, *((link_bytes,) if isinstance(link_bytes, int) else link_bytes)})
     model = _Model(graph, offload=links[-1] > 0, slot_seconds=slot_seconds, keep_seconds=keep_seconds)
-    floor = {link: _least(model, link, time_limit_s) for link in links}
-    found: list[Recipe] = []
-    for link, least in floor.items():
-        for limit in _limits(graph.saved_bytes, least.resident_bytes, levels)[:: 2 if link else 1]:
-            recipe = _solve(model, limit, link, time_limit_s)
-            found.append(least if recipe is None else recipe)
-        found.append(least)
-    return _pareto(found)
+    with ThreadPoolExecutor(min(_SOLVERS, os.cpu_count() or 1)) as solvers:  # HiGHS lets Python go on
+
+        def seek(link: int, least: Recipe, limit: int) -> Recipe:
+            return _solve(model, limit, link, time_limit_s) or least
+
+        floor = list(solvers.map(partial(_least, model, time_limit_s=time_limit_s), links))
+        sought = [
+            (link, least, limit)
+            for link, least in zip(links, floor, strict=True)
+            for limit in _limits(graph.saved_bytes, least.resident_bytes, levels)[:: 2 if link else 1]
+        ]
+        found = list(solvers.map(seek, *zip(*sought, strict=True)))
+    return _pareto([*found, *floor])
 
 
 def solve(

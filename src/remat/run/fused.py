@@ -22,13 +22,14 @@ from typing import Any
 
 import torch
 
+from remat._torch_private import current_device_index, current_stream_handle, direct_launch
 from remat.records import Const, Op, Ref, RegionGraph, Value
 from remat.run.replay import overload
 from remat.run.same import bits
 
 __all__ = [
-    "Kernel", "Leaf", "Node", "NotCompiledError", "Tree", "can_fuse", "is_exact", "is_fusible", "kernel",
-    "leaves", "node", "operands", "size_of", "source_text",
+    "Kernel", "Leaf", "Node", "NotCompiledError", "Tree", "can_fuse", "is_exact", "is_fusible", "jit",
+    "kernel", "leaves", "node", "operands", "size_of", "source_text",
 ]  # fmt: skip
 
 _LOG = logging.getLogger(__name__)
@@ -249,20 +250,22 @@ class NotCompiledError(Exception):
 class Kernel:
     """A compiled kernel; called with the tensors of its leaves it gives the value."""
 
-    __slots__ = ("_count", "_device", "_dtype", "_grid", "_launch", "_ready", "_shape", "_stride", "text")
+    __slots__ = (
+        "_count", "_device", "_dtype", "_jit", "_launch", "_programs", "_shape", "_stride", "text",
+    )  # fmt: skip
 
     def __init__(self, text: str, made: Value, device: torch.device) -> None:
         self.text = text
         self._shape, self._stride, self._device = made.shape, made.stride, device
         self._dtype: torch.dtype = getattr(torch, made.dtype)
         self._count = math.prod(made.shape)
-        self._grid = (-(-self._count // _BLOCK), 1, 1)
-        self._launch = _compiled(text)
-        self._ready: Any = None
+        self._programs = -(-self._count // _BLOCK)
+        self._jit = jit(text)
+        self._launch: Callable[..., None] | None = None  # what is compiled already, for aligned tensors
 
     def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
         out = torch.empty_strided(self._shape, self._stride, dtype=self._dtype, device=self._device)
-        if self._device.type == "cuda" and torch.cuda.current_device() != self._device.index:
+        if self._device.type == "cuda" and current_device_index() != self._device.index:
             with torch.cuda.device(self._device):  # Triton launches on the current one
                 self._run(out, tensors)
         else:
@@ -270,18 +273,27 @@ class Kernel:
         return out
 
     def _run(self, out: torch.Tensor, tensors: tuple[torch.Tensor, ...]) -> None:
-        for tensor in tensors:
-            if tensor.data_ptr() % _ALIGNMENT:  # Triton compiles once more for those
-                self._launch[self._grid](out, self._count, *tensors, **_OPTIONS)
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        for address in addresses:
+            if address % _ALIGNMENT:  # Triton compiles once more for those
+                break
+        else:
+            if self._launch is not None:
+                stream = current_stream_handle(self._device)
+                self._launch(self._programs, stream, out.data_ptr(), self._count, *addresses)
                 return
-        self._ready[self._grid](out, self._count, *tensors)
+        self._jit[(self._programs, 1, 1)](out, self._count, *tensors, **_OPTIONS)
 
     def prepare(self, dtypes: tuple[str, ...]) -> None:
         """Compile now, for tensors that begin where torch's do: a grid of no programs launches nothing."""
         tensors = [torch.empty(1, dtype=getattr(torch, dtype), device=self._device) for dtype in dtypes]
         out = torch.empty(1, dtype=self._dtype, device=self._device)
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
-            self._ready = self._launch[(0, 1, 1)](out, self._count, *tensors, **_OPTIONS)
+            compiled = self._jit[(0, 1, 1)](out, self._count, *tensors, **_OPTIONS)
+            if self._device.type == "cuda":
+                addresses = [tensor.data_ptr() for tensor in (out, *tensors)]
+                trial = (addresses[0], self._count, *addresses[1:])
+                self._launch = direct_launch(compiled, current_stream_handle(self._device), *trial)
 
 
 _numbers = itertools.count()  # of sources; compiled in several threads
@@ -312,18 +324,19 @@ def kernel(tree: Node, made: Value, device: torch.device, *, compile_new: bool =
 
 
 @cache
-def _compiled(text: str) -> Any:
-    """A Triton function of this text. Triton reads the source of what it compiles: linecache has it."""
+def jit(text: str, name: str = "fused", unspecialized: tuple[str, ...] = ()) -> Any:
+    """The Triton function of this name in this text; Triton compiles once for any value of `unspecialized`.
+    It reads the source of what it compiles: linecache has it."""
     triton = import_module("triton")
-    name = f"<remat fused {next(_numbers)}>"
-    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    file = f"<remat {name} {next(_numbers)}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     space: dict[str, Any] = {
         "tl": import_module("triton.language"),
         "libdevice": import_module("triton.language.extra.cuda.libdevice"),
         "__name__": __name__,
     }
-    exec(compile(text, name, "exec"), space)
-    return triton.jit(space["fused"])
+    exec(compile(text, file, "exec"), space)
+    return triton.jit(space[name], do_not_specialize=list(unspecialized))
 
 
 def can_fuse(device: torch.device) -> bool:

@@ -14,7 +14,7 @@ import torch
 
 from remat.records import Recipe, RegionGraph
 from remat.run.moved import MovedSlot
-from remat.run.spotcheck import Probe
+from remat.run.samples import Layout, Probes
 
 __all__ = ["Program", "Slot"]
 
@@ -32,6 +32,10 @@ class Slot:
     rebuild: Callable[[Any, list[Any]], torch.Tensor]
     label: str
     source: str
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.shape, self.stride, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,7 @@ class Program:
     moved_taps: tuple[int, ...]  # kept tensors that rebuilding reads from the host
     send_order: tuple[int, ...]  # of `moved` and then `moved_taps`, as their storages come in forward
     slots: tuple[Slot, ...]
-    probes: tuple[Probe, ...]  # where the spot check looks in each slot; empty where it does not
-    checked: tuple[int, ...]  # slots that the spot check looks at
+    probes: Probes  # where the spot check looks
     parameters: tuple[str, ...]  # names that `collect` wants the tensors of
     modules: frozenset[str]  # submodules whose inputs or outputs it reads
     kept: tuple[str, ...]  # what each kept tensor is, for messages

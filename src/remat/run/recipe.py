@@ -25,7 +25,7 @@ from remat.run import fused
 from remat.run.moved import MovedSlot
 from remat.run.program import Program, Slot
 from remat.run.replay import OVERWRITES, constant, overload, twin
-from remat.run.spotcheck import probe
+from remat.run.samples import probes
 
 __all__ = ["compile_recipe"]
 
@@ -136,8 +136,7 @@ class _Compiler:
             moved_taps=taps,
             send_order=self._send_order(moved, taps),
             slots=slots,
-            probes=tuple(probe(s.shape, self.device) if s.checked else () for s in slots),
-            checked=tuple(sorted(checked)),
+            probes=probes({n: slot.layout for n, slot in enumerate(slots) if slot.checked}, self.device),
             parameters=tuple(self.parameters),
             modules=frozenset(self.modules),
             kept=tuple(tap.text for tap in self.taps),

@@ -246,7 +246,7 @@ class PlannedRegion:
             for one in moved:
                 one.keep()
             return problem
-        if self.check and program.checked:
+        if self.check and program.probes.places:
             frame.check = self._spot_check(program, holders)
         for holder in holders:
             holder.tensor = None
@@ -284,7 +284,6 @@ class PlannedRegion:
         return SpotCheck(
             [holder.tensor for holder in holders],  # type: ignore[misc]
             program.probes,
-            program.checked,
             self._report(program),
             phase=number,
             whole=self.turns > 0 and self.counts.steps % self.turns == self.turn,

@@ -14,31 +14,20 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from remat._torch_private import at_end_of_backward, current_backward, current_stream_handle
 from remat.errors import RecomputeError
 from remat.run.same import bits
+from remat.run.samples import Probes
 
-__all__ = ["PHASES", "SAMPLES", "Probe", "SpotCheck", "probe"]
+__all__ = ["SpotCheck"]
 
-SAMPLES = 16  # elements of each tensor
-PHASES = 16  # sets of samples, taken in turn
 _BACKWARDS_REMEMBERED = 16  # backwards that raised never read their checks; only so many are held
 
-Probe = tuple[torch.Tensor, ...]  # places to look at, by phase: indices as torch.take wants them
 Report = Callable[[int], str]  # told which slot differs; gives the sentence for the error
-
-
-def probe(shape: tuple[int, ...], device: torch.device) -> Probe:
-    """Samples spread evenly over a tensor of this shape; each phase moves them."""
-    count = 1
-    for size in shape:
-        count *= size
-    samples, spacing = min(SAMPLES, count), max(count // SAMPLES, 1)
-    rows = [[i * spacing + phase * spacing // PHASES for i in range(samples)] for phase in range(PHASES)]
-    return tuple(torch.tensor(rows, dtype=torch.int64, device=device).reshape(PHASES, samples).unbind())
 
 
 def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
@@ -53,77 +42,64 @@ def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 class SpotCheck:
     """What one graph expects of the tensors that it dropped."""
 
-    __slots__ = (
-        "_backward",
-        "_expected",
-        "_found",
-        "_nan",
-        "_phase",
-        "_probes",
-        "_report",
-        "_running",
-        "_whole",
-    )
+    __slots__ = ("_backward", "_found", "_nan", "_report", "_running", "_samples", "_sums")
 
     def __init__(
-        self,
-        tensors: Sequence[torch.Tensor],
-        probes: Sequence[Probe],
-        places: Sequence[int],
-        report: Report,
-        *,
-        phase: int,
-        whole: bool,
+        self, tensors: Sequence[torch.Tensor], probes: Probes, report: Report, *, phase: int, whole: bool
     ) -> None:
-        """Sample those of the dropped tensors that `places` names. `phase` moves the samples, `whole` takes
+        """Sample those of the dropped tensors that `probes` names. `phase` moves the samples, `whole` takes
         checksums of them too."""
-        self._probes, self._report, self._phase, self._whole = probes, report, phase % PHASES, whole
+        self._report = report
         self._backward = -2  # the pass that is looked at: with retain_graph there may be several
         self._running: _Pass | None = None
-        self._expected = {(place, False): tensors[place].take(probes[place][self._phase]) for place in places}
-        if whole:
-            self._expected |= {(place, True): _checksum(tensors[place]) for place in places}
-        self._found: dict[tuple[int, bool], torch.Tensor] = {}
+        self._samples = probes.expect(tensors, phase)
+        self._sums = {place: _checksum(tensors[place]) for place in probes.places} if whole else {}
+        self._found: dict[int, torch.Tensor] = {}  # checksums, too
         self._nan: dict[int, torch.Tensor] = {}  # sums that are NaN if the tensor has one
 
     def see(self, place: int, tensor: torch.Tensor) -> None:
         """Take the same samples of the replayed tensor (only for the places that were given)."""
         backward = current_backward()
         if backward != self._backward:
+            self.forget()
             self._backward = backward
-            self._found.clear()
-            self._nan.clear()
             self._running = _expect(self, backward)
-        self._found[place, False] = tensor.take(self._probes[place][self._phase])
-        if self._whole:
-            self._found[place, True] = _checksum(tensor)
+        self._samples.see(place, tensor)
+        if self._sums:
+            self._found[place] = _checksum(tensor)
             if tensor.is_floating_point():  # the bits of a NaN are the device's own
                 self._nan[place] = tensor.sum(dtype=torch.float32 if tensor.element_size() < 4 else None)
         if tensor.is_cuda and self._running is not None:
             self._running.has_seen(self, tensor.device)
 
-    def samples(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """(place, expected, found) of the tensors that were replayed; of some their checksums, too."""
-        for key, found in self._found.items():
-            yield key[0], self._expected[key], found
+    def pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(expected, found) of the tensors that were replayed; of some their checksums, too."""
+        yield from self._samples.pairs()
+        for place, found in self._found.items():
+            yield self._sums[place], found
 
     def is_complete(self) -> bool:
-        return len(self._found) == len(self._expected)
+        return self._samples.is_complete()
 
     def forget(self) -> None:
         """What was seen in a pass that has been read. With retain_graph there may be another."""
         self._backward, self._running = -2, None
+        self._samples.forget()
         self._found.clear()
         self._nan.clear()
 
     def describe(self) -> str | None:
         """The sentence for the first tensor that differs, in the order of forward; None: none does."""
-        wrong = []
-        for (place, is_sum), found in self._found.items():
-            nan = is_sum and place in self._nan and bool(self._nan[place].isnan())
-            if not nan and bool(_unequal(self._expected[place, is_sum], found).any()):
+        wrong = [place for place in self._samples.places() if _any_unequal(*self._samples.pair(place))]
+        for place, found in self._found.items():
+            nan = place in self._nan and bool(self._nan[place].isnan())
+            if not nan and _any_unequal(self._sums[place], found):
                 wrong.append(place)
         return self._report(max(wrong)) if wrong else None
+
+
+def _any_unequal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool(_unequal(a, b).any())
 
 
 def _unequal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -245,10 +221,10 @@ def _beside(running: _Pass) -> Iterator[None]:
 
 def _differ(checks: list[SpotCheck]) -> bool:
     """Whether any sample or checksum differs in any bit. All NaNs count as one only in `describe`."""
-    groups: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    groups: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for check in checks:
-        for _, expected, found in check.samples():
-            ours, theirs = groups.setdefault((found.device, found.dtype), ([], []))
+        for expected, found in check.pairs():
+            ours, theirs = groups.setdefault((found.device, found.dtype, found.dim()), ([], []))
             ours.append(expected)
             theirs.append(found)
     return not all(torch.equal(bits(torch.cat(a)), bits(torch.cat(b))) for a, b in groups.values())

@@ -26,11 +26,14 @@ _OUT = 2  # place of `out` in the schema of a binary operation; add and sub have
 _OUT_WITH_ALPHA = 3
 
 
-def folded(capture: Capture) -> Capture:
-    """The same priced capture with casts folded away where that is exact and faster. Only on an accelerator:
-    a host's kernels convert beforehand, in memory of their own."""
-    if not any(tensor.device.type == "cuda" for tensor in capture.tensors):
+def folded(capture: Capture, like: RegionGraph | None = None) -> Capture:
+    """The same priced capture with casts folded away where that is exact and faster. `like`: the same region
+    at another size; what was folded there is folded here, so that its recipes hold for both. Only on an
+    accelerator: a host's kernels convert beforehand, in memory of their own."""
+    if not _is_on_accelerator(capture):
         return capture
+    if like is not None and len(like.ops) != len(capture.graph.ops):
+        like = None
     for index in range(len(capture.graph.ops)):
         for fold in (_into_store, _into_load, _widening):
             candidate, before_seconds = fold(capture.graph, index)
@@ -38,11 +41,23 @@ def folded(capture: Capture) -> Capture:
                 continue
             with replaying():
                 candidate = replace(candidate, seconds=seconds_of(capture, candidate))
-            if candidate.seconds < before_seconds:
+            faster = candidate.seconds < before_seconds
+            if faster if like is None else _leads_to(like.ops[index], candidate, capture.graph.ops[index]):
                 ops = list(capture.graph.ops)
                 ops[index] = candidate
                 capture = Capture(replace(capture.graph, ops=tuple(ops)), capture.tensors, capture.final)
     return capture
+
+
+def _is_on_accelerator(capture: Capture) -> bool:
+    return any(tensor.device.type == "cuda" for tensor in capture.tensors)
+
+
+def _leads_to(wanted: Op, candidate: Op, current: Op) -> bool:
+    """A store is folded before a load: the first of two folds has the name, the second the inputs too."""
+    return candidate.name == wanted.name and (
+        candidate.inputs == wanted.inputs or current.name != wanted.name
+    )
 
 
 Fold = tuple[Op | None, float]  # what to run instead, and how long what it replaces takes

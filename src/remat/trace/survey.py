@@ -131,11 +131,13 @@ def survey(
     run: Callable[[], torch.Tensor],
     progress: Progress,
     measure: Measure | None = None,
+    like: Sequence[RegionGraph | None] = (),
 ) -> Survey:
     """Run forward twice, every region checkpointed. `measure(species, args, kwargs)` is called for each
-    distinct region, in the middle of forward, with the arguments that it is about to be called with."""
+    distinct region, in the middle of forward, with the arguments that it is about to be called with. `like`
+    has the graphs of the distinct regions at another size."""
     found = _all_sights(model, blocks, run)
-    _Captures(model, found, progress, measure).run(blocks, run)
+    _Captures(model, found, progress, measure, like).run(blocks, run)
     return found
 
 
@@ -232,8 +234,16 @@ def _version(tensor: torch.Tensor) -> int:
 class _Captures:
     """Second run: each distinct region is captured at its first call, and compared at the next ones."""
 
-    def __init__(self, model: nn.Module, found: Survey, progress: Progress, measure: Measure | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        found: Survey,
+        progress: Progress,
+        measure: Measure | None,
+        like: Sequence[RegionGraph | None],
+    ) -> None:
         self._model = model
+        self._like = like
         self._found = found
         self._progress = progress
         self._measure = measure
@@ -268,7 +278,9 @@ class _Captures:
             if index is not None:
                 return index
         self._progress(f"capturing {sighting.name}")
-        species = _agreed(_describe(sighting, text, args, kwargs))
+        number = len(self._found.species)
+        like = self._like[number] if number < len(self._like) else None
+        species = _agreed(_describe(sighting, text, args, kwargs, like))
         self._found.species.append(species)
         if self._measure is not None:
             self._measure(species, args, kwargs)
@@ -295,7 +307,9 @@ def _graph_of(sighting: Sighting, args: Any, kwargs: Any, **options: Any) -> Cap
         return f"it cannot be captured ({type(error).__name__}: {str(error)[:200]})"
 
 
-def _describe(sighting: Sighting, text: str, args: Any, kwargs: Any) -> Species:
+def _describe(
+    sighting: Sighting, text: str, args: Any, kwargs: Any, like: RegionGraph | None = None
+) -> Species:
     """Capture twice on different data, check every operation by replaying it, time it."""
     species = Species(text, sighting)
     first = _graph_of(sighting, args, kwargs)
@@ -309,7 +323,7 @@ def _describe(sighting: Sighting, text: str, args: Any, kwargs: Any) -> Species:
     elif second.graph != first.graph:
         species.note = f"its operations depend on data or chance: {difference(first.graph, second.graph)}"
     else:
-        graph = folded(price(checked(first))).graph
+        graph = folded(price(checked(first)), like).graph
         for place in sighting.written_later:
             graph = _without_input(graph, place)
         species.graph = with_shared(graph, sighting.shared)

@@ -1,0 +1,284 @@
+"""A few elements of each tensor that a region drops, taken before it is dropped and again when it is rebuilt.
+
+Two ways to take them. `torch.take` runs everywhere, one operation per tensor. Where Triton is, one kernel
+takes those of up to eight tensors at a time, byte by byte, into memory that is there already: where the host
+sets the pace, the spot check costs what the host does for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+
+from remat._torch_private import current_device_index, current_stream_handle, direct_launch
+from remat.run.fused import can_fuse, jit
+
+__all__ = ["PHASES", "SAMPLES", "Layout", "Probes", "Samples", "probes"]
+
+_LOG = logging.getLogger(__name__)
+
+SAMPLES = 16  # elements of each tensor
+PHASES = 16  # sets of samples, taken in turn
+_WIDEST = 8  # bytes of an element, at most
+_AT_ONCE = 8  # tensors that one launch looks at
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a dropped tensor lies in memory; what is rebuilt lies the same way."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def offset(self, index: int) -> int:
+        """In elements, of the one with this number in order of the shape."""
+        offset = 0
+        for size, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            index, rest = divmod(index, size)
+            offset += rest * step
+        return offset
+
+
+class Samples(Protocol):
+    """Those of one forward: what was expected is there, what is found comes in backward."""
+
+    def see(self, place: int, tensor: torch.Tensor) -> None: ...
+    def is_complete(self) -> bool: ...
+    def places(self) -> list[int]:
+        """Those that were seen."""
+        ...
+
+    def pair(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Expected and found, as numbers."""
+        ...
+
+    def pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """All that was seen, in as few tensors as possible."""
+        ...
+
+    def forget(self) -> None:
+        """What was found."""
+        ...
+
+
+class Probes(Protocol):
+    """Where to look. `places` are those of the dropped tensors that are looked at."""
+
+    @property
+    def places(self) -> tuple[int, ...]: ...
+    def expect(self, tensors: Sequence[torch.Tensor], phase: int) -> Samples: ...
+
+
+def probes(layouts: Mapping[int, Layout], device: torch.device) -> Probes:
+    """Samples spread evenly over tensors that lie so; each phase moves them."""
+    plain = all(
+        layout.dtype.itemsize <= _WIDEST and not layout.dtype.is_complex for layout in layouts.values()
+    )
+    if layouts and plain and can_fuse(device) and _gather(device) is not None:
+        return _Gathered(layouts, device)
+    return _Taken({place: _rows(layout.numel()) for place, layout in layouts.items()}, device)
+
+
+def _rows(count: int) -> list[list[int]]:
+    """The numbers of the elements to look at, by phase."""
+    samples, spacing = min(SAMPLES, count), max(count // SAMPLES, 1)
+    return [[i * spacing + phase * spacing // PHASES for i in range(samples)] for phase in range(PHASES)]
+
+
+# ---------------------------------------------------------------------------------------------- torch.take
+
+
+class _Taken:
+    def __init__(self, rows: Mapping[int, list[list[int]]], device: torch.device) -> None:
+        self.places = tuple(rows)
+        self._indices = {
+            place: tuple(torch.tensor(row, dtype=torch.int64, device=device).unbind())
+            for place, row in rows.items()
+        }
+
+    def expect(self, tensors: Sequence[torch.Tensor], phase: int) -> _TakenSamples:
+        indices = {place: rows[phase % PHASES] for place, rows in self._indices.items()}
+        return _TakenSamples(indices, {place: tensors[place].take(indices[place]) for place in self.places})
+
+
+class _TakenSamples:
+    __slots__ = ("_expected", "_found", "_indices")
+
+    def __init__(self, indices: dict[int, torch.Tensor], expected: dict[int, torch.Tensor]) -> None:
+        self._indices, self._expected = indices, expected
+        self._found: dict[int, torch.Tensor] = {}
+
+    def see(self, place: int, tensor: torch.Tensor) -> None:
+        self._found[place] = tensor.take(self._indices[place])
+
+    def is_complete(self) -> bool:
+        return len(self._found) == len(self._expected)
+
+    def places(self) -> list[int]:
+        return list(self._found)
+
+    def pair(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._expected[place], self._found[place]
+
+    def pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return map(self.pair, self._found)
+
+    def forget(self) -> None:
+        self._found.clear()
+
+
+# -------------------------------------------------------------------------------------------- one kernel
+
+
+_POINTERS = [f"p{number}" for number in range(_AT_ONCE)]
+_TEXT = f"""
+def gather(out, table, sizes, first, {", ".join(_POINTERS)}):
+    number = tl.program_id(0)
+    base = p0
+{"".join(f"    base = tl.where(number == {n}, p{n}, base){chr(10)}" for n in range(1, _AT_ONCE))}
+    row = first + number
+    size = tl.load(sizes + row)
+    sample = tl.arange(0, {SAMPLES})[:, None]
+    byte = tl.arange(0, {_WIDEST})[None, :]
+    at = base + tl.load(table + row * {SAMPLES} + sample) + byte
+    found = tl.load(at.to(tl.pointer_type(tl.uint8)), mask=(byte < size) & (sample >= 0), other=0)
+    tl.store(out + (row * {SAMPLES} + sample) * {_WIDEST} + byte, found)
+"""
+
+
+@cache
+def _gather(device: torch.device) -> Any:
+    """The kernel, ready to launch: (how many tensors, stream, arguments); None if it does not work here."""
+    try:
+        with torch.cuda.device(device):
+            launch = _compiled_gather(device)
+            if launch is not None and _gathers(launch, device):
+                return launch
+    except Exception as error:  # what a compiler raises differs from version to version
+        _LOG.info("samples are taken one by one: %s", error)
+    return None
+
+
+def _compiled_gather(device: torch.device) -> Any:
+    code = jit(_TEXT, "gather", ("first", *_POINTERS))
+    tensors = [torch.zeros(1, dtype=kind, device=device) for kind in (torch.uint8, torch.int64, torch.int32)]
+    numbers = [3, *[(1 << 40) + 3] * _AT_ONCE]  # addresses: neither one nor a multiple of anything
+    compiled = code[(0, 1, 1)](*tensors, *numbers, num_warps=1)
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    return direct_launch(compiled, current_stream_handle(device), *addresses, *numbers)
+
+
+def _gathers(launch: Any, device: torch.device) -> bool:
+    """Tried once, against torch.take."""
+    layouts = {
+        2: Layout((3, 40), (40, 1), torch.bfloat16),
+        5: Layout((40, 3), (1, 40), torch.float32),
+        6: Layout((5,), (1,), torch.uint8),
+    }
+    tensors: dict[int, torch.Tensor] = {}
+    for place, layout in layouts.items():
+        memory = torch.arange(layout.numel(), device=device).to(layout.dtype)
+        tensors[place] = memory.as_strided(layout.shape, layout.stride)
+    every = [tensors.get(place, torch.empty(0, device=device)) for place in range(7)]
+    ours = _Gathered(layouts, device, launch).expect(every, 3)
+    theirs = _Taken({place: _rows(layout.numel()) for place, layout in layouts.items()}, device).expect(
+        every, 3
+    )
+    for place, tensor in tensors.items():
+        ours.see(place, tensor)
+        theirs.see(place, tensor)
+    return all(
+        torch.equal(found[: len(expected)], expected) and torch.equal(*ours.pair(place))
+        for place in layouts
+        for expected, found in [(theirs.pair(place)[0], ours.pair(place)[1])]
+    )
+
+
+class _Gathered:
+    def __init__(self, layouts: Mapping[int, Layout], device: torch.device, launch: Any = None) -> None:
+        self.places, self.layouts, self.device = tuple(layouts), dict(layouts), device
+        self.row = {place: row for row, place in enumerate(layouts)}
+        self.launch = launch or _gather(device)
+        by_layout = [_byte_offsets(layout) for layout in layouts.values()]
+        self.table = torch.tensor(by_layout, dtype=torch.int64).transpose(0, 1).contiguous().to(device)
+        sizes = [layout.dtype.itemsize if layout.numel() else 0 for layout in layouts.values()]
+        self.sizes = torch.tensor(sizes, dtype=torch.int32, device=device)
+        bytes_per_phase = self.table.stride(0) * self.table.element_size()
+        self._tables = [self.table.data_ptr() + phase * bytes_per_phase for phase in range(PHASES)]
+
+    def expect(self, tensors: Sequence[torch.Tensor], phase: int) -> _GatheredSamples:
+        expected, found = torch.empty(
+            (2, len(self.places), SAMPLES, _WIDEST), dtype=torch.uint8, device=self.device
+        ).unbind()
+        samples = _GatheredSamples(self, self._tables[phase % PHASES], expected, found)
+        for first in range(0, len(self.places), _AT_ONCE):
+            addresses = [tensors[place].data_ptr() for place in self.places[first : first + _AT_ONCE]]
+            self.take(samples.table, expected, first, addresses)
+        return samples
+
+    def take(self, table: int, out: torch.Tensor, first: int, addresses: list[int]) -> None:
+        padding = [0] * (_AT_ONCE - len(addresses))
+        arguments = (out.data_ptr(), table, self.sizes.data_ptr(), first, *addresses, *padding)
+        if current_device_index() == self.device.index:
+            self.launch(len(addresses), current_stream_handle(self.device), *arguments)
+            return
+        with torch.cuda.device(self.device):
+            self.launch(len(addresses), current_stream_handle(self.device), *arguments)
+
+
+def _byte_offsets(layout: Layout) -> list[list[int]]:
+    """By phase; short rows repeat their first element, an empty tensor is not read at all."""
+    size = layout.dtype.itemsize
+    rows = _rows(layout.numel()) if layout.numel() else [[0]] * PHASES
+    filled = [[*row, *row[:1] * (SAMPLES - len(row))] for row in rows]
+    return [[layout.offset(index) * size if layout.numel() else 0 for index in row] for row in filled]
+
+
+class _GatheredSamples:
+    __slots__ = ("_expected", "_found", "_probes", "_seen", "table")
+
+    def __init__(self, probes: _Gathered, table: int, expected: torch.Tensor, found: torch.Tensor) -> None:
+        self._probes, self.table = probes, table
+        self._expected, self._found = expected, found
+        self._seen: set[int] = set()
+
+    def see(self, place: int, tensor: torch.Tensor) -> None:
+        layout = self._probes.layouts[place]
+        if tensor.stride() != layout.stride:  # the same numbers, elsewhere
+            fresh = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=tensor.device)
+            tensor = fresh.copy_(tensor)
+        self._probes.take(self.table, self._found, self._probes.row[place], [tensor.data_ptr()])
+        self._seen.add(place)
+
+    def is_complete(self) -> bool:
+        return len(self._seen) == len(self._probes.places)
+
+    def places(self) -> list[int]:
+        return list(self._seen)
+
+    def pair(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+        row, dtype = self._probes.row[place], self._probes.layouts[place].dtype
+        taken = (samples[row, :, : dtype.itemsize].contiguous() for samples in (self._expected, self._found))
+        expected, found = (each.view(dtype).flatten() for each in taken)
+        return expected, found
+
+    def pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        if self.is_complete():
+            yield self._expected, self._found
+            return
+        for place in self._seen:
+            row = self._probes.row[place]
+            yield self._expected[row : row + 1], self._found[row : row + 1]
+
+    def forget(self) -> None:
+        self._seen.clear()

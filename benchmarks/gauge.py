@@ -110,6 +110,10 @@ def synchronize() -> None:
 
 
 def clean() -> None:
+    """Give back what is not in use, on the host as well: torch keeps pinned memory for ever."""
     gc.collect()
     if CUDA:
         torch.cuda.empty_cache()
+        empty_host: Callable[[], None] | None = getattr(torch._C, "_host_emptyCache", None)
+        if empty_host is not None:
+            empty_host()

@@ -265,23 +265,33 @@ def trl_offloading(job: Job, inner: Context) -> Iterator[None]:
         yield
 
 
+NO_HOST = "needs an accelerator: here the host is the device"
+NO_TRL = "trl is not installed"
+
+
 def offload_group(job: Job, group: str) -> list[Method | Absent]:
-    theirs = (
-        "transformers checkpointing, offload" if offload_option(job.model) else "checkpoint in save_on_cpu"
-    )
-    trl = "TRL offloading"
+    """The inputs of checkpointed blocks on the host."""
+    own = offload_option(job.model)
+    label = "transformers checkpointing, offload" if own else "checkpoint in save_on_cpu"
+    trl = "TRL offloading + checkpointing"
     if not CUDA:
-        labels = (theirs, "save_on_cpu", trl)
-        return [Absent(label, group, "needs an accelerator: here the host is the device") for label in labels]
-    methods: list[Method | Absent] = [Method(theirs, group, partial(checkpointing_on_host, job))]
+        return [Absent(label, group, NO_HOST), Absent(trl, group, NO_HOST)]
+    first = Method(label, group, partial(checkpointing_on_host, job))
     if find_spec("trl") is None:
-        methods.append(Absent(trl, group, "trl is not installed"))
-    else:
-        checkpointing = partial(trl_offloading, job, partial(switch, job))
-        methods.append(Method("TRL offloading + checkpointing", group, checkpointing))
-        methods.append(Method(trl, group, partial(trl_offloading, job, nullcontext), slow=True))
-    methods.append(Method("save_on_cpu", group, partial(save_on_cpu, pin_memory=True), slow=True))
-    return methods
+        return [first, Absent(trl, group, NO_TRL)]
+    return [first, Method(trl, group, partial(trl_offloading, job, partial(switch, job)))]
+
+
+def offload_all_group(job: Job, group: str) -> list[Method | Absent]:
+    """Everything on the host: several times the plain step's time, and all of its saved bytes pinned."""
+    if not CUDA:
+        return [Absent(label, group, NO_HOST) for label in ("save_on_cpu", "TRL offloading")]
+    methods: list[Method | Absent] = [
+        Method("save_on_cpu", group, partial(save_on_cpu, pin_memory=True), slow=True)
+    ]
+    if find_spec("trl") is None:
+        return [*methods, Absent("TRL offloading", group, NO_TRL)]
+    return [*methods, Method("TRL offloading", group, partial(trl_offloading, job, nullcontext), slow=True)]
 
 
 # ---------------------------------------------------------------------------------------------- compiled
@@ -347,7 +357,7 @@ def whole_group(job: Job, group: str, backend: str) -> list[Method | Absent]:
     return methods
 
 
-EAGER = ("checkpoint", "selective", "chunked-loss", "offload")
+EAGER = ("checkpoint", "selective", "chunked-loss", "offload", "offload-all")
 COMPILED = ("regional", "whole")
 
 
@@ -357,5 +367,10 @@ def peers(job: Job, group: str, backend: str, attention: bool) -> list[Method | 
         return selective_group(job, group, attention)
     if group in COMPILED:
         return (regional_group if group == "regional" else whole_group)(job, group, backend)
-    made = {"checkpoint": checkpoint_group, "chunked-loss": chunked_loss_group, "offload": offload_group}
+    made = {
+        "checkpoint": checkpoint_group,
+        "chunked-loss": chunked_loss_group,
+        "offload": offload_group,
+        "offload-all": offload_all_group,
+    }
     return made[group](job, group)

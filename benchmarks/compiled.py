@@ -305,6 +305,7 @@ class Race:
                     "forward_peak_bytes": entry.forward_peak_bytes,
                     "backward_peak_bytes": entry.backward_peak_bytes,
                     "extra_seconds": entry.extra_seconds,
+                    "host_bytes": entry.host_bytes,
                     "gradient_gap": entry.gradient_gap,
                 }
                 for entry in profile.kinds[0].menu
@@ -347,6 +348,7 @@ class Race:
         for index in range(len(plan.choices)):
             entry = plan.entry(index)
             way = f"{entry.mode.value} {entry.resident_bytes / 2**20:.0f} MiB"
+            way += f" + {entry.host_bytes / 2**20:.0f} on the host" if entry.host_bytes else ""
             ways[way] = ways.get(way, 0) + 1
         resident = plan.profile.step.resident + plan.profile.step.gradients
         facts = {
@@ -435,7 +437,10 @@ def main() -> None:
         "--limit", type=float, help="seconds per workload after which nothing more is prepared"
     )
     parser.add_argument(
-        "--offload", action="store_true", help="let remat move saved tensors to the host, too"
+        "--offload",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="let remat move saved tensors to the host",
     )
     parser.add_argument("--backend", default="inductor", help="of remat's compiled blocks")
     parser.add_argument("--stock-backend", default="inductor", help="of torch.compile alone")

@@ -49,6 +49,7 @@ __all__ = [
     "record_allocations",
     "run_backward",
     "save_allocations",
+    "saved_slots",
     "sequence_number",
     "size_hint",
     "storage_ref",
@@ -367,6 +368,12 @@ def compiled_node(outputs: Sequence[torch.Tensor]) -> Any:
             return node
         stack += [parent for parent, _ in node.next_functions if parent is not None]
     return None
+
+
+def saved_slots(node: Any) -> Sequence[Any]:
+    """What a Python function's node saved, in the order of `saved_tensors`: each takes one pair of hooks, by
+    which another object then stands for the tensor."""
+    return node._raw_saved_tensors  # type: ignore[no-any-return]
 
 
 def size_hint(size: Any) -> int:

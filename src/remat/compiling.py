@@ -2,7 +2,9 @@
 each compiled, compared with the block as it is, and measured.
 
 A saved set costs a compilation, so that there are at most four per kind of block: those from which a mixture
-over the layers comes closest to every size between them.
+over the layers comes closest to every size between them. Where tensors may wait on the host, what the link
+carries behind compute does not count, and each saved set is also measured with some or all of it sent away:
+that needs no other compiled code.
 """
 
 from __future__ import annotations
@@ -15,14 +17,19 @@ from typing import Any
 
 import torch
 
+from remat import ranks
 from remat._torch_private import compiler_errors, has_compiler
 from remat.check.bench import Bench, bench
 from remat.check.regions import GradientGap, gradient_gap, gradients_of
 from remat.errors import CaptureError
+from remat.hosting import Hosting, settling
 from remat.planner.menu import finish, recipes
 from remat.records import Entry, Kind, Mode, Recipe, RegionCall, RegionGraph, Role
 from remat.run.checkpoint import Options, run_checkpointed
 from remat.run.compiled import PUBLIC, CompiledBlock, block_for, probe, saved_bytes
+from remat.run.install import installed_region
+from remat.run.outgoing import outgoing
+from remat.run.region import PlannedRegion, Variant
 from remat.trace.capture import entry_copies
 from remat.trace.fusion import compiled_share
 from remat.trace.joint import Joint, price_joint
@@ -41,6 +48,10 @@ _PADDING, _PADDING_BYTES = 0.05, 4096  # by which compiled code may hold more, o
 _VARIANTS = 4  # saved sets that are compiled for one kind of block
 _MADE_INSIDE = (Role.INTERNAL, Role.OUTPUT)
 _LEVELS = 12  # shares of the joint graph's saved bytes that a saved set is sought for
+_WINDOWS = (0.5, 1.0, 1.5, 2.0)  # of what the link carries behind one block, sent away by one
+_ON_ITS_WAY = 0.1  # of the bytes on the host, as they weigh on the device on average
+_NOTHING_GAINED = 0.02  # of the largest saved set's weight: a slower set must be lighter by more
+_SMALLEST = 0.02  # of a saved set's bytes: smaller tensors are not worth a copy of their own
 
 
 def compiled_kind(
@@ -51,16 +62,18 @@ def compiled_kind(
     progress: Progress,
     make_entry: MakeEntry,
     most: int | None = None,
+    host: Hosting | None = None,
 ) -> Kind:
-    """The kind with its compiled entries, `most` of them, measured. CaptureError says why it has none."""
-    example = species.example
+    """The kind with its compiled entries, `most` saved sets, measured. CaptureError says why it has none."""
+    example, hidden = species.example, 0
     progress(f"tracing {example.name} for the compiler")
     if backend.startswith(PUBLIC):
         joint = _captured(species)
         candidates = public_sets(joint.graph)
     else:
         joint = _joint(species, inputs, device, backend)
-        candidates = chosen_sets(joint, most)
+        hidden = behind_compute(joint.graph, host)
+        candidates = chosen_sets(joint, most, hidden)
     plain = _Plain.measure(species, inputs, device)
     found: list[_Measured] = []
     problems: list[str] = []
@@ -74,7 +87,11 @@ def compiled_kind(
             problems.append(str(error))
     if not found:
         raise CaptureError(problems[0])
-    return _kind(species, joint, backend, found, plain, device, problems, make_entry)
+    kind = _kind(species, joint, backend, found, plain, device, problems, make_entry)
+    if host is None or not hidden:
+        return kind
+    progress(f"measuring {example.name} with saved tensors on the host")
+    return _with_offload(kind, species, inputs, device, host, hidden, make_entry)
 
 
 def _captured(species: Species) -> Joint:
@@ -124,11 +141,11 @@ def _joint(species: Species, inputs: Inputs, device: torch.device, backend: str)
 # ------------------------------------------------------------------------------------------- which sets
 
 
-def chosen_sets(joint: Joint, most: int | None = None) -> tuple[Recipe, ...]:
+def chosen_sets(joint: Joint, most: int | None = None, hidden_bytes: int = 0) -> tuple[Recipe, ...]:
     """The saved sets to compile, from most to least bytes: corners of the lower hull of bytes and seconds.
 
     Layers may differ in their saved set, so that every point on a line between two sets can be had: what lies
-    above such a line is of no use.
+    above such a line is of no use. `hidden_bytes` of each can wait on the host for nothing.
     """
     levels = [level / _LEVELS for level in range(_LEVELS, -1, -1)]
     sought = recipes(joint.graph, levels=levels, keep_seconds=joint.keep_seconds)
@@ -137,16 +154,28 @@ def chosen_sets(joint: Joint, most: int | None = None) -> tuple[Recipe, ...]:
         return (
             finish(joint.graph, {joint.graph.values[saved.value].storage for saved in joint.graph.saved}),
         )
-    points = sorted((recipe.resident_bytes, set_seconds(joint, recipe), i) for i, recipe in enumerate(found))
+    points = sorted(
+        (_weight(recipe.resident_bytes, hidden_bytes), set_seconds(joint, recipe), i)
+        for i, recipe in enumerate(found)
+    )
     hull: list[tuple[int, float, int]] = []
     for point in points:
         while len(hull) >= 2 and _above(hull[-2], hull[-1], point):
             hull.pop()
         if not hull or point[1] < hull[-1][1]:
             hull.append(point)
+    while hidden_bytes and len(hull) > 2 and hull[1][0] - hull[0][0] < _NOTHING_GAINED * hull[-1][0]:
+        hull.pop(0)
     while len(hull) > (most or _VARIANTS):
         hull.pop(min(range(1, len(hull) - 1), key=lambda i: _lost(hull[i - 1], hull[i], hull[i + 1])))
     return tuple(found[point[2]] for point in reversed(hull))
+
+
+def _weight(resident_bytes: int, hidden_bytes: int) -> int:
+    """What a saved set weighs where so much of it can be on the host: that is on the device only for the two
+    blocks that are at work."""
+    moved = min(resident_bytes, hidden_bytes)
+    return resident_bytes - moved + int(_ON_ITS_WAY * moved)
 
 
 def _whole(graph: RegionGraph, recipe: Recipe) -> Recipe:
@@ -286,6 +315,8 @@ def _kind(
 ) -> Kind:
     graph, places = joint.graph, len(species.example.inputs)
     seconds = _seconds(joint, found, plain, device)
+    fastest = min(bench.seconds for bench in (plain.keep, *(one.bench for one in found)))
+    forward = min(sum(op.seconds for op in graph.ops), fastest / 2)
     entries = [
         make_entry(Mode.KEEP, plain.keep, seconds[0], species.graph, places),
         make_entry(Mode.FULL, plain.full, seconds[1], None, places),
@@ -295,13 +326,96 @@ def _kind(
         entries.append(replace(entry, gradient_gap=one.gap.worst))
     return Kind(
         signature=species.signature,
-        menu=(entries[0], *sorted(entries[1:], key=lambda entry: -entry.resident_bytes)),
+        menu=_sorted(entries),
         saved_bytes=entries[0].resident_bytes,
-        forward_seconds=plain.keep.seconds / 3,
+        forward_seconds=forward,
+        backward_seconds=fastest - forward,
         graph=graph,
         note=_note(graph, found, problems),
         compiler=backend,
     )
+
+
+# ------------------------------------------------------------------------------------------- on the host
+
+
+def behind_compute(graph: RegionGraph, host: Hosting | None) -> int:
+    """What one block sends while the next one computes forward; it comes back behind backward, which takes
+    longer."""
+    if host is None:
+        return 0
+    forward_seconds = sum(op.seconds for op in graph.ops)
+    return ranks.agree(int(forward_seconds * host.rates.d2h_bytes_per_second))
+
+
+def moving(graph: RegionGraph, recipe: Recipe, hidden_bytes: int) -> tuple[Recipe, ...]:
+    """The same saved set with about so much of it on the host, half as much, twice as much; and of a small
+    one everything."""
+    sizes = {s: graph.storages[s].charge_bytes for s in recipe.kept}
+    worth = [s for s in recipe.kept if sizes[s] > _SMALLEST * sum(sizes.values())]
+    worth.sort(key=lambda s: -sizes[s])
+    found: dict[Recipe, None] = {}
+    for window in _WINDOWS:
+        room, sent = int(window * hidden_bytes), []
+        for storage in worth:
+            if sizes[storage] <= room:
+                sent.append(storage)
+                room -= sizes[storage]
+        found[finish(graph, recipe.kept, sent)] = None
+    return tuple(one for one in found if one.offloaded)
+
+
+def _with_offload(
+    kind: Kind,
+    species: Species,
+    inputs: Inputs,
+    device: torch.device,
+    host: Hosting,
+    hidden: int,
+    make_entry: MakeEntry,
+) -> Kind:
+    """The kind with each of its saved sets on the host in part."""
+    assert kind.graph is not None
+    places, entries, problem = len(species.example.inputs), list(kind.menu), ""
+    for entry in kind.menu:
+        if entry.mode is not Mode.COMPILED or entry.recipe is None:
+            continue
+        for recipe in moving(kind.graph, entry.recipe, hidden):
+            try:
+                measured = _bench_moving(kind, species, inputs, device, host, recipe)
+            except CaptureError as error:
+                problem = problem or str(error)
+                continue
+            made = make_entry(Mode.COMPILED, measured, entry.extra_seconds, kind.graph, places, recipe)
+            entries.append(replace(made, gradient_gap=entry.gradient_gap))
+    note = f"{kind.note}; not all of it can wait on the host: {problem}" if problem else kind.note
+    return replace(kind, menu=_sorted(entries), note=note)
+
+
+def _bench_moving(
+    kind: Kind, species: Species, inputs: Inputs, device: torch.device, host: Hosting, recipe: Recipe
+) -> Bench:
+    """Bytes of a block whose sent tensors have left the device when its forward has returned. Seconds are not
+    taken: alone, a block has nothing to hide copies behind. CaptureError: it is not as planned."""
+    assert kind.graph is not None
+    example = species.example
+    variant = Variant(
+        Mode.COMPILED,
+        compiled=block_for(species.signature, kind.graph, recipe, kind.compiler),
+        outgoing=outgoing(kind.graph, recipe),
+    )
+    planned = PlannedRegion(example.name, example.tower, {species.signature: variant}, engine=host.engine)
+    stayed = host.engine.counts.kept_bytes
+    with installed_region(example.module, example.forward, planned) as call:
+        measured = bench(settling(call, host.engine), inputs, (example.module,), device, timed=False)
+    if planned.counts.fallbacks:
+        raise CaptureError(planned.counts.why)
+    if host.engine.counts.kept_bytes > stayed:
+        raise CaptureError(f"the host has no {format_bytes(recipe.host_bytes)} for offload")
+    return measured
+
+
+# --------------------------------------------------------------------------------------------- what is said
 
 
 def _note(graph: RegionGraph, found: list[_Measured], problems: list[str]) -> str:
@@ -310,6 +424,11 @@ def _note(graph: RegionGraph, found: list[_Measured], problems: list[str]) -> st
     note = f"compiled with {len(found)} saved sets in {times} s; gradients equal {gaps}"
     refused = [f"one more was refused: {problem}" for problem in problems]
     return "; ".join([note, *_weights(graph, found), *refused])
+
+
+def _sorted(entries: list[Entry]) -> tuple[Entry, ...]:
+    """Keep first, then from most to least resident."""
+    return (entries[0], *sorted(entries[1:], key=lambda entry: -entry.resident_bytes))
 
 
 def _weights(graph: RegionGraph, found: list[_Measured]) -> list[str]:

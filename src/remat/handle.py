@@ -30,6 +30,7 @@ from remat.run.compiled import block_for
 from remat.run.install import Installation, install
 from remat.run.journal import Event, Journal, Stats
 from remat.run.offload import Engine
+from remat.run.outgoing import outgoing
 from remat.run.program import Program
 from remat.run.ranks import Ranks
 from remat.run.recipe import compile_recipe
@@ -360,7 +361,7 @@ def _variant(
 ) -> Variant:
     kind = plan.profile.kinds[call.kind]
     entry = kind.menu[choice]
-    program = compiled = None
+    program = compiled = sent = None
     if entry.recipe is not None and programs is not None:
         program = programs(call.kind, entry.recipe)
     elif entry.recipe is not None:
@@ -368,6 +369,7 @@ def _variant(
             raise PlanError(f"the plan has a recipe for {call.name} but not its graph; make the plan again")
         if entry.mode is Mode.COMPILED:
             compiled = block_for(kind.signature, kind.graph, entry.recipe, kind.compiler)
+            sent = outgoing(kind.graph, entry.recipe)
         else:
             program = compile_recipe(kind.graph, entry.recipe, device)
     return Variant(
@@ -380,4 +382,5 @@ def _variant(
         entry.host_bytes,
         (entry.part, entry.chunk_size) if entry.part else None,
         entry.again,
+        sent,
     )

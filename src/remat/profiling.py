@@ -360,7 +360,7 @@ def _kind_for(
     compiled, problem = None, ""
     try:
         most = None if number < _KINDS_IN_FULL else 2
-        compiled = compiled_kind(species, inputs, device, request.compiler, progress, menu_entry, most)
+        compiled = compiled_kind(species, inputs, device, request.compiler, progress, menu_entry, most, host)
     except CaptureError as error:
         problem = str(error)
     if ranks.all_of(compiled is not None) and compiled is not None:

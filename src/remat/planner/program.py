@@ -126,11 +126,11 @@ def held_by_producer(boundary: Boundary, option: Option) -> bool:
 
 def actions(entry: Entry) -> frozenset[Action]:
     """What an entry does, beyond keeping: the actions that must be allowed for it."""
-    if entry.mode is Mode.KEEP or (entry.mode is Mode.COMPILED and entry.extra_seconds == 0):
-        return frozenset({Action.KEEP})
     if entry.mode is Mode.CHUNK:
         return frozenset({Action.CHUNK, Action.RECOMPUTE} if entry.again else {Action.CHUNK})
     needed = {Action.OFFLOAD} if entry.host_bytes else set()
+    if entry.mode is Mode.KEEP or (entry.mode is Mode.COMPILED and entry.extra_seconds == 0):
+        return frozenset(needed or {Action.KEEP})
     if entry.recipe is None or entry.recipe.dropped:
         needed.add(Action.RECOMPUTE)
     return frozenset(needed)

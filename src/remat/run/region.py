@@ -12,19 +12,20 @@ forwards before a backward, retain_graph, a forward that is never backwarded and
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from remat._torch_private import active_saved_tensors_hooks, compiler_errors, in_functorch
+from remat._torch_private import active_saved_tensors_hooks, compiled_node, compiler_errors, in_functorch
 from remat.records import Mode
 from remat.run.checkpoint import Options, needs_gradients, run_checkpointed
-from remat.run.compiled import CompiledBlock, saved_bytes
+from remat.run.compiled import CompiledBlock
 from remat.run.holders import Counts, Frame, Holder, unpack
 from remat.run.moved import Moved, unmove
 from remat.run.offload import Engine
+from remat.run.outgoing import Outgoing, send_out
 from remat.run.program import Program
 from remat.run.replay import replaying
 from remat.run.same import same_bits
@@ -51,6 +52,7 @@ class Variant:
     host_bytes: int = 0
     chunk: tuple[str, int] | None = None  # the part that runs in chunks, and their size
     again: bool = False  # mode CHUNK: the rest runs again as a whole
+    outgoing: Outgoing | None = None  # mode COMPILED: what of its saved set waits on the host
 
 
 # -------------------------------------------------------------------------------------------- the region
@@ -130,7 +132,7 @@ class PlannedRegion:
         if variant.mode is Mode.KEEP or in_functorch() or (variant.chunk and not variant.again):
             return forward(*args, **kwargs)
         if variant.compiled is not None:
-            return self._run_compiled(key, variant.compiled, module, forward, args, kwargs)
+            return self._run_compiled(key, variant, variant.compiled, module, forward, args, kwargs, inputs)
         if variant.program is None:
             options = Options(name=self.name)
             if self.tower == "functions":  # what stands behind a function is found by looking into it
@@ -155,18 +157,22 @@ class PlannedRegion:
         """A saved set is for every length; a recipe is for the one that was captured."""
         compiled = [variant for variant in self.variants.values() if variant.compiled is not None]
         if compiled:
-            return min(compiled, key=lambda variant: variant.resident_bytes)
+            least = min(compiled, key=lambda variant: variant.resident_bytes)
+            sent = least.outgoing and replace(least.outgoing, nbytes=0)
+            return replace(least, outgoing=sent)
         self._fall_back("an input signature that was not planned")
         return Variant(Mode.FULL)
 
     def _run_compiled(
         self,
         key: tuple[Any, ...],
+        variant: Variant,
         block: CompiledBlock,
         module: nn.Module,
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        inputs: list[torch.Tensor],
     ) -> Any:
         try:
             output = block(module, forward, args, kwargs)
@@ -176,9 +182,27 @@ class PlannedRegion:
             self._fall_back(f"it cannot be compiled: {str(error).splitlines()[0]}")
             self.known[key] = Variant(Mode.FULL)
             return run_checkpointed(forward, args, kwargs, Options(name=self.name), (module,))
-        if self.counts.calls == 1 and saved_bytes(module, (args, kwargs), output) is None:
+        sends = variant.outgoing is not None and self.engine is not None
+        node = compiled_node(tensors(output)) if sends or self.counts.calls == 1 else None
+        if self.counts.calls == 1 and node is None:
             self._fall_back("the compiled code did not run: a mode or an outer compiler is in its way")
+        if sends and node is not None:
+            self._send_out(variant.outgoing, node, module, inputs, tensors(output))
         return output
+
+    def _send_out(
+        self,
+        what: Outgoing | None,
+        node: Any,
+        module: nn.Module,
+        inputs: list[torch.Tensor],
+        outputs: list[torch.Tensor],
+    ) -> None:
+        assert what is not None
+        assert self.engine is not None
+        problem = send_out(what, node, module, inputs, outputs, self.engine, self.place, self.name)
+        if problem:
+            self._fall_back(problem)
 
     def _run_recipe(
         self,

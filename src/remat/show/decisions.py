@@ -70,7 +70,8 @@ def way(entry: Entry) -> str:
     if entry.mode is Mode.CHUNK and entry.again:
         return f"{Mode.CHUNK.value}+{Mode.FULL.value}"
     if entry.mode is not Mode.RECIPE or entry.recipe is None:
-        return entry.mode.value
+        offloads = entry.mode is Mode.COMPILED and entry.host_bytes
+        return f"{entry.mode.value}+offload" if offloads else entry.mode.value
     dropped, offloaded = len(entry.recipe.dropped), bool(entry.recipe.offloaded)
     if offloaded and not dropped:
         return "offload"
@@ -125,7 +126,8 @@ def _region_reason(kind: Kind, entry: Entry) -> str:
         return f"{price}: {entry.part} runs {entry.chunk_size} positions at a time{rest}"
     assert entry.recipe is not None
     if entry.mode is Mode.COMPILED:
-        return f"{price}: one compiled graph, which computes {len(entry.recipe.dropped)} tensors again"
+        host = f"; {format_bytes(entry.host_bytes)} wait on the host" if entry.host_bytes else ""
+        return f"{price}: one compiled graph, which computes {len(entry.recipe.dropped)} tensors again{host}"
     parts = []
     if entry.recipe.dropped:
         tensors, operations = len(entry.recipe.dropped), len(entry.recipe.replayed)

@@ -51,7 +51,7 @@ _LEVELS = 12  # shares of the joint graph's saved bytes that a saved set is soug
 _WINDOWS = (0.5, 1.0, 1.5, 2.0)  # of what the link carries behind one block, sent away by one
 _ON_ITS_WAY = 0.1  # of the bytes on the host, as they weigh on the device on average
 _NOTHING_GAINED = 0.02  # of the largest saved set's weight: a slower set must be lighter by more
-_SMALLEST = 0.02  # of a saved set's bytes: smaller tensors are not worth a copy of their own
+_SMALLEST = 0.005  # of a saved set's bytes: smaller tensors are not worth a copy of their own
 
 
 def compiled_kind(

@@ -7,9 +7,10 @@ with every region checkpointed.
 from __future__ import annotations
 
 import logging
+import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -46,7 +47,7 @@ from remat.records import (
 )
 from remat.run.checkpoint import Options, run_checkpointed
 from remat.run.chunk import chunk_head, find_head
-from remat.run.compiled import decompiled
+from remat.run.compiled import CompiledBlock, block_for, decompiled
 from remat.run.fused import can_fuse, is_exact, is_fusible
 from remat.run.install import installed_region
 from remat.run.quiet import quiet
@@ -55,6 +56,7 @@ from remat.run.region import PlannedRegion, Variant
 from remat.trace.discover import Block, find_blocks
 from remat.trace.price import fused_prices
 from remat.trace.survey import Sighting, Species, Survey, frugally, survey, timeline, visiting
+from remat.trees import signature
 from remat.units import format_bytes
 
 __all__ = [
@@ -78,6 +80,7 @@ _OPS_PER_SLOT = 1.5  # dropping and unpacking one tensor
 _OPS_PER_MOVED = 8.0  # sending one storage to the host and having it back
 _OPS_PER_REGION = 20.0  # looking through the graph of a region that drops anything
 _LONG_SECONDS = 0.3  # an accelerator's step that takes so long is timed while its bytes are read
+_STEPS_COMPILED = 3  # timed, after a first one
 _COMPILING_THREADS = 2
 _IDLE_SHARE = 0.5  # of a region's time that the host works at most, for kernels to be compiled meanwhile
 _KINDS_IN_FULL = 4  # kinds of blocks that are compiled with as many saved sets as pay; more get two each
@@ -154,13 +157,9 @@ def build_profile(request: Request, progress: Progress) -> Profile:
             )
         release_cached(device)
         progress("measuring a step")
-        segments, seconds = _whole_step(request, blocks, found, device)
-        chunks = _chunked_step(request, blocks, found, device, progress) if request.chunk else None
+        segments, seconds = _fastest_step(request, blocks, found, kinds, device)
+        chunks = _chunked_step(request, blocks, found, kinds, device, progress) if request.chunk else None
     calls = tuple(region_call(sighting) for sighting in found.sightings)
-    extra = sum(kinds[c.kind].menu[kinds[c.kind].reference].extra_seconds for c in calls)
-    most = 0.9 if request.compiler else 0.5
-    if chunks is not None:
-        chunks = replace(chunks, step_seconds=_without(extra, chunks.step_seconds, most))
     return Profile(
         model=type(model).__name__,
         fingerprint=fingerprint(model),
@@ -171,11 +170,11 @@ def build_profile(request: Request, progress: Progress) -> Profile:
         calls=calls,
         boundary_bytes=tuple(found.boundary_bytes),
         segments=segments,
-        step_seconds=_without(extra, seconds, most),
+        step_seconds=seconds,
         accumulate=request.accumulate,
         notes=(
             *survey_notes(found),
-            *_compiler_notes(request, calls, kinds, _without(extra, seconds, most)),
+            *_compiler_notes(request, calls, kinds, seconds),
             *notes,
         ),
         head=chunks,
@@ -207,10 +206,47 @@ def _hosting(
     return None
 
 
-def _without(extra: float, seconds: float, most: float = 0.5) -> float:
-    """The plain step's seconds from the frugal one's. Recomputing all takes a third, running eagerly what can
-    be compiled may take most; timings are noisy."""
-    return seconds - min(extra, most * seconds)
+def _without(extra: float, seconds: float) -> float:
+    """The fastest step's seconds from the frugal one's. Recomputing all takes a third; timings are noisy."""
+    return seconds - min(extra, 0.5 * seconds)
+
+
+def _fastest_step(
+    request: Request, blocks: Sequence[Block], found: Survey, kinds: Sequence[Kind], device: torch.device
+) -> tuple[tuple[Segment, ...], float]:
+    """Timeline of the step with every region recomputed as a whole, and seconds of the step with every region
+    in its fastest entry: those of a frugal step, less what its regions take longer."""
+    segments, seconds = _whole_step(request, blocks, found, device)
+    timed = [kind.menu[kind.reference] for kind in kinds]
+    if any(kind.compiler for kind in kinds):  # the eager step says little of one that is compiled
+        sets = [kind.menu[_timed_entry(kind)] for kind in kinds]
+        paced = _compiled_seconds(request, blocks, kinds, sets)
+        if ranks.all_of(paced is not None) and paced is not None:
+            timed, seconds = sets, ranks.agree(paced)
+    return segments, _without(sum(timed[s.species].extra_seconds for s in found.sightings), seconds)
+
+
+def _compiled_seconds(
+    request: Request, blocks: Sequence[Block], kinds: Sequence[Kind], sets: Sequence[Entry]
+) -> float | None:
+    """Seconds of a step with these saved sets; None if it takes more memory than there is."""
+    compiled = {
+        kind.signature: block_for(kind.signature, kind.graph, entry.recipe, kind.compiler)
+        for kind, entry in zip(kinds, sets, strict=True)
+        if entry.recipe is not None and kind.graph is not None
+    }
+    try:
+        _frugal_step(request.model, blocks, request.run, compiled)
+        steps = [_frugal_step(request.model, blocks, request.run, compiled) for _ in range(_STEPS_COMPILED)]
+    except torch.OutOfMemoryError:
+        return None
+    return statistics.median(steps)
+
+
+def _timed_entry(kind: Kind) -> int:
+    """The entry that steps are timed with: of a compiled kind its smallest saved set, else the reference."""
+    sets = [i for i, e in enumerate(kind.menu) if e.mode is Mode.COMPILED and not e.host_bytes]
+    return min(sets, key=lambda i: kind.menu[i].resident_bytes, default=kind.reference)
 
 
 def _whole_step(
@@ -231,7 +267,12 @@ def _whole_step(
 
 
 def _chunked_step(
-    request: Request, blocks: Sequence[Block], found: Survey, device: torch.device, progress: Progress
+    request: Request,
+    blocks: Sequence[Block],
+    found: Survey,
+    kinds: Sequence[Kind],
+    device: torch.device,
+    progress: Progress,
 ) -> HeadChunks | None:
     """The same with the head in chunks; None if there is no head, or it did not come to that."""
     head = find_head(request.model)
@@ -239,14 +280,24 @@ def _chunked_step(
         return None
     progress("measuring a step with head and loss in chunks")
     with chunk_head(request.model, head=head[0]) as handle:
-        segments, seconds = _whole_step(request, blocks, found, device)
+        segments, seconds = _fastest_step(request, blocks, found, kinds, device)
         if not handle.counts.losses or handle.counts.materialised:
             return None
     return HeadChunks(head[0], segments, seconds)
 
 
-def _frugal_step(model: nn.Module, blocks: Sequence[Block], run: Callable[[], torch.Tensor]) -> float:
+def _frugal_step(
+    model: nn.Module,
+    blocks: Sequence[Block],
+    run: Callable[[], torch.Tensor],
+    compiled: Mapping[str, CompiledBlock] | None = None,
+) -> float:
+    """Seconds of a step; `compiled`: by the signatures of the calls that run so."""
+
     def visit(name: str, tower: str, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        block = compiled.get(repr(signature(args, kwargs, module.training))) if compiled else None
+        if block is not None:
+            return block(module, forward, args, kwargs)
         return frugally(name, module, forward, args, kwargs)
 
     device = device_of(model)

@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ import torch
 from gauge import COST_UNIT, Reading, clean, read, seconds_of, spread_of, synchronize
 from peers import COMPILED, EAGER, Absent, Method, peers
 from verdict import TARGETS, Row, Target, fastest_within, lines_of, rivals_of, table, verdict
-from workloads import CUDA, WORKLOADS, Job, Workload
+from workloads import CUDA, LLAMA_1B, WORKLOADS, Job, Workload, llama
 
 import remat
 from remat.planner.link import host_bytes
@@ -535,6 +536,13 @@ class Out:
         if earlier is not None and earlier["environment"]["run"] != self.environment["run"]:
             self.content["superseded"].append({"workload": name, **earlier})
         self.content["workloads"][name] = {"environment": self.environment, **result}
+        self.write()
+
+    def put_longest(self, result: Result) -> None:
+        self.content["longest"] = {"environment": self.environment, **result}
+        self.write()
+
+    def write(self) -> None:
         if self.path is not None:  # whole or not at all: the process may be killed at any time
             self.path.parent.mkdir(parents=True, exist_ok=True)
             beside = self.path.with_suffix(".writing")
@@ -561,17 +569,36 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--gradients", action="store_true", default=not CUDA, help="compare each method's gradients"
     )
     parser.add_argument("--backend", default="inductor", help="of torch.compile, remat's and the peers'")
+    parser.add_argument("--longest", action="store_true", help="instead: the longest context that trains")
+    parser.add_argument("--cap", help="with --longest: the memory of a smaller card, as 16GiB")
     options = parser.parse_args(arguments)
-    for given, known in ((options.workloads, WORKLOADS), (options.methods or "plain", GROUPS)):
+    methods = "plain" if options.longest or not options.methods else options.methods
+    for given, known in ((options.workloads, WORKLOADS), (methods, GROUPS)):
         unknown = [name for name in given.split(",") if name not in known]
         if unknown:
             parser.error(f"{', '.join(unknown)}: known are {', '.join(known)}")
     return options
 
 
+def longest(options: argparse.Namespace, out: Out) -> None:
+    """See longest.py. One sequence of the 1.3B shape, whatever its length."""
+    from longest import longest as find
+
+    workload = WORKLOADS["long-context"]
+    only = options.methods.split(",") if options.methods else ()
+    result = find(
+        partial(llama, *LLAMA_1B, 1, 128) if CUDA else workload.small, options.cap, options.limit,
+        options.backend, only, out.put_longest,
+    )  # fmt: skip
+    out.put_longest(result)
+
+
 def main(arguments: Sequence[str] | None = None) -> Result:
     options = parsed(arguments)
     out = Out(options.out)
+    if options.longest:
+        longest(options, out)
+        return out.content
     for name in options.workloads.split(","):
         workload = WORKLOADS[name]
         groups = options.methods.split(",") if options.methods else workload.groups

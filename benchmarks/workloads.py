@@ -18,7 +18,18 @@ from torch import nn
 from remat.check.step import Loss, run_step
 from remat.trace.discover import find_blocks
 
-__all__ = ["CUDA", "DEVICE", "DTYPE", "WORKLOADS", "Job", "Workload", "on_device", "tokens"]
+__all__ = [
+    "CUDA",
+    "DEVICE",
+    "DTYPE",
+    "LLAMA_1B",
+    "WORKLOADS",
+    "Job",
+    "Workload",
+    "llama",
+    "on_device",
+    "tokens",
+]
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -196,14 +207,14 @@ def video(layers: int, hidden: int, inner: int, heads: int, text: int, batch: in
     })  # fmt: skip
 
 
-_LLAMA_1B = (24, 2048, 5632, 16, 32000)
+LLAMA_1B = (24, 2048, 5632, 16, 32000)
 _LLAMA_7B = (32, 4096, 11008, 32, 32000)
 _SMALL_LLAMA = partial(llama, 4, 64, 176, 4, 128, 2, 64)
 
 WORKLOADS: dict[str, Workload] = {
     "llama-1.3b": Workload(
         "Llama-shaped, 24 layers of 2048, batch 4 x 4096",
-        partial(llama, *_LLAMA_1B, 4, 4096), _SMALL_LLAMA, ALL,
+        partial(llama, *LLAMA_1B, 4, 4096), _SMALL_LLAMA, ALL,
     ),
     "launch-bound": Workload(
         "Llama-shaped, 12 layers of 768, batch 4 x 256",
@@ -242,7 +253,7 @@ WORKLOADS: dict[str, Workload] = {
     ),
     "long-context": Workload(
         "Llama-shaped, 24 layers of 2048, batch 1 x 65536",
-        partial(llama, *_LLAMA_1B, 1, 65536), partial(llama, 4, 64, 176, 4, 128, 1, 128),
+        partial(llama, *LLAMA_1B, 1, 65536), partial(llama, 4, 64, 176, 4, 128, 1, 128),
         ("plain", "remat", "checkpoint", "chunked-loss", "offload"), (0.35, 0.15, 0.06),
     ),
 }  # fmt: skip

@@ -3,6 +3,8 @@
     python scripts/pictures.py            all of them
     python scripts/pictures.py frontier   the measured trade-off alone, from benchmarks/results/recipes.json
 
+`benchmarks/plot.py` draws the panels of frontier*.json with what is here.
+
 Needs what `make test` installs. Figures come from recorded results and from plans; none is typed in here.
 """
 
@@ -12,6 +14,8 @@ import json
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -78,16 +82,29 @@ def frontier_option(results: dict[str, Any]) -> dict[str, Any]:
 
 def draw_frontier(browser: Browser) -> None:
     results = json.loads((ROOT / "benchmarks" / "results" / "recipes.json").read_text())
-    page = browser.new_page(viewport={"width": 860, "height": 480})
-    page.set_content("<div id='chart' style='width:860px;height:480px'></div>")
+    (OUT / "frontier.svg").write_text(svg_of(browser, frontier_option(results), 860, 480))
+
+
+def svg_of(browser: Browser, option: dict[str, Any], width: int, height: int) -> str:
+    """A chart of ECharts as SVG text."""
+    page = browser.new_page(viewport={"width": width, "height": height})
+    page.set_content(f"<div id='chart' style='width:{width}px;height:{height}px'></div>")
     page.add_script_tag(path=str(LIBRARY))
-    svg = page.evaluate(
+    svg: str = page.evaluate(
         "(option) => { const chart = echarts.init(document.getElementById('chart'), null, {renderer: 'svg'});"
         "chart.setOption(option); return chart.renderToSVGString(); }",
-        frontier_option(results),
+        option,
     )
-    (OUT / "frontier.svg").write_text(svg)
     page.close()
+    return svg
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        yield browser
+        browser.close()
 
 
 def draw_report(browser: Browser) -> None:
@@ -119,13 +136,11 @@ def draw_report(browser: Browser) -> None:
 def main() -> None:
     OUT.mkdir(exist_ok=True)
     wanted = sys.argv[1:] or ["frontier", "report"]
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+    with chromium() as browser:
         if "frontier" in wanted:
             draw_frontier(browser)
         if "report" in wanted:
             draw_report(browser)
-        browser.close()
 
 
 if __name__ == "__main__":

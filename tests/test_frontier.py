@@ -13,7 +13,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-NAMES = ("frontier", "gauge", "peers", "verdict", "video_dit", "workloads")
+NAMES = ("frontier", "gauge", "peers", "verdict", "video_dit", "workloads", "longest", "plot")
 
 
 @pytest.fixture(scope="module")
@@ -280,3 +280,103 @@ def test_compiled_peers_and_plans_run(bench):
     assert rows["regional 0.0"].share < rows["regional 0.5"].share < rows["regional 1.0"].share < 1
     assert rows["remat compiled 0.5"].share <= 0.5
     assert rows["remat compiled 0.5"].compiled
+
+
+# ------------------------------------------------------------------------------------------ longest context
+
+
+@pytest.mark.parametrize(("capacity", "most"), [(10_000, 3_300), (1_000, 300), (130, 10), (90, 0)])
+def test_the_longest_length_is_bracketed_to_a_tenth_in_few_trials(bench, capacity, most):
+    """A step that takes 100 bytes, and 3 for each token."""
+    made = bench["longest"].Trial
+
+    def trial(length: int) -> Any:
+        needed = 100 + 3 * length
+        return made(length, needed <= capacity, needed if needed <= capacity else None)
+
+    found = bench["longest"].search(trial, capacity, lambda: False, start=64, unit=2)
+    assert found.length <= most
+    assert found.length * 1.1 + 4 >= most
+    assert found.below is not None
+    assert found.below > most
+    assert len(found.trials) <= 8
+
+
+def test_lengths_are_bisected_where_bytes_are_not_known(bench):
+    made = bench["longest"].Trial
+    found = bench["longest"].search(lambda n: made(n, n <= 5000), 0, lambda: False, start=64, unit=2)
+    assert 5000 / 1.1 <= found.length <= 5000 < found.below
+
+
+def test_a_search_without_time_says_that_nothing_failed(bench):
+    made, tries = bench["longest"].Trial, iter([False, False, True])
+    found = bench["longest"].search(lambda n: made(n, True), 0, lambda: next(tries), start=64, unit=2)
+    assert (found.length, found.below, len(found.trials)) == (128, None, 2)
+
+
+def test_checkpointing_trains_longer_than_the_plain_step(bench, tmp_path):
+    path = tmp_path / "longest.json"
+    bench["frontier"].main(["--longest", "--methods", "plain,checkpointing", "--out", str(path)])
+    found = json.loads(path.read_text())["longest"]["methods"]
+    assert found["checkpointing"]["length"] > 2 * found["plain"]["length"] > 0
+
+
+@pytest.mark.slow
+def test_remat_trains_longer_than_checkpointing(bench, tmp_path):
+    path = tmp_path / "longest.json"
+    bench["frontier"].main(["--longest", "--methods", "remat,checkpointing", "--out", str(path)])
+    found = json.loads(path.read_text())["longest"]["methods"]
+    assert found["remat"]["length"] > found["checkpointing"]["length"]
+
+
+# ----------------------------------------------------------------------------------------- pictures, table
+
+
+def recorded(folder: Path) -> Path:
+    rows = [
+        {"label": "plain", "group": "plain", "share": 1.0, "time": 1.0},
+        {"label": "remat 0.5", "group": "remat", "ours": True, "share": 0.49, "time": 1.02},
+        {"label": "remat 0.9", "group": "remat", "ours": True, "share": 0.89, "time": 1.03},
+        {"label": "selective, attention", "group": "selective", "share": 0.6, "time": 1.2},
+        {"label": "save_on_cpu", "group": "offload-all", "share": 0.2, "time": 6.4},
+        {"label": "Liger fused loss", "group": "chunked-loss", "why": "liger-kernel is not installed"},
+    ]
+    where = {"device": "NVIDIA H200", "torch": "2.11.0+cu130", "date": "2026-11-15T09:00:00+00:00",
+             "commit": "abc", "run": "123"}  # fmt: skip
+    result = {"about": "a model", "environment": where, "base": {"measured": True}, "rows": rows}
+    found = {"methods": {"remat": {"length": 9, "below": 10}, "plain": {"why": "not run"}}}
+    longest = {"environment": where, "capacity_bytes": 1 << 34, **found}
+    path = folder / "frontier.json"
+    path.write_text(json.dumps({"format": 1, "workloads": {"llama-1.3b": result}, "longest": longest}))
+    return path
+
+
+def test_the_table_holds_every_row_and_the_verdict(bench, tmp_path):
+    text = bench["plot"].table_of([recorded(tmp_path)])
+    assert "| **remat 0.5** | 0.490 | 1.020 |" in text
+    assert "Liger fused loss (liger-kernel is not installed)" in text
+    assert "ahead  of selective, attention 1.200x at 0.600: remat 0.5 1.020x at 0.490" in text
+    assert "MISSED target eager 0.50 at <= 1.01x" in text
+    assert "| remat | 9 | 10 |" in text
+    assert "NVIDIA H200, torch 2.11.0+cu130, 2026-11-15" in text
+
+
+def test_the_panel_draws_our_frontier_and_names_what_is_too_slow(bench, tmp_path):
+    (panel,) = bench["plot"].panels_of([recorded(tmp_path)])
+    option = bench["plot"].option_of(panel, bench["plot"].SCHEMES["dark"])
+    drawn = {each["name"]: [point["value"] for point in each["data"]] for each in option["series"]}
+    assert drawn["remat"] == [[0.49, 1.02]]  # the other one is slower at a higher peak
+    assert drawn["selective checkpointing"] == [[0.6, 1.2]]
+    assert "offload" not in drawn
+    assert "save_on_cpu 6.4x at 0.20 is not drawn" in option["title"]["subtext"]
+
+
+def test_labels_of_neighbours_do_not_cover_each_other(bench):
+    rows = [row(bench, f"a peer of some length {i}", 0.5 + 0.01 * i, 1.2) for i in range(3)]
+    places = bench["plot"].Frame(0.9, 1.4).places(rows, [])
+    assert len(set(places.values())) == 3
+
+
+def test_the_documentation_shows_what_is_recorded(bench):
+    plot = bench["plot"]
+    assert plot.TABLE.read_text() == plot.table_of(plot.recorded()), "run benchmarks/plot.py"

@@ -20,76 +20,20 @@ from typing import Any
 
 import torch
 from torch import nn
+from workloads import CUDA, DEVICE, Job, gpt2, llama, resnet152, vit
 
 import remat
 from remat.check.live import Meter
 from remat.check.step import run_step, tensors_of
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
-DTYPE = torch.bfloat16 if CUDA else torch.float32
 SHARES = (0.9, 0.75, 0.6, 0.5, 0.4)
 
 
-def on_device(make: Callable[[], nn.Module]) -> nn.Module:
-    torch.manual_seed(0)
-    with torch.device(DEVICE):
-        return make().to(DTYPE).train()
-
-
-def llama(
-    layers: int, hidden: int, inner: int, heads: int, vocab: int, batch: int, length: int
-) -> tuple[Any, Any, Any]:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=heads, vocab_size=vocab, max_position_embeddings=8192, use_cache=False,
-    )  # fmt: skip
-    ids = torch.randint(0, vocab, (batch, length), device=DEVICE)
-    return on_device(lambda: LlamaForCausalLM(config)), {"input_ids": ids, "labels": ids}, None
-
-
-def gpt2(layers: int, hidden: int, heads: int, vocab: int, batch: int, length: int) -> tuple[Any, Any, Any]:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        n_layer=layers, n_embd=hidden, n_head=heads, vocab_size=vocab, n_positions=length, use_cache=False
-    )
-    ids = torch.randint(0, vocab, (batch, length), device=DEVICE)
-    return on_device(lambda: GPT2LMHeadModel(config)), {"input_ids": ids, "labels": ids}, None
-
-
-def vit(layers: int, hidden: int, heads: int, image: int, patch: int, batch: int) -> tuple[Any, Any, Any]:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    config = ViTConfig(
-        num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=heads, intermediate_size=4 * hidden,
-        image_size=image, patch_size=patch, num_labels=1000,
-    )  # fmt: skip
-    images = torch.randn(batch, 3, image, image, device=DEVICE, dtype=DTYPE)
-    labels = torch.randint(0, 1000, (batch,), device=DEVICE)
-    batch_given = {"pixel_values": images, "labels": labels}
-    return on_device(lambda: ViTForImageClassification(config)), batch_given, None
-
-
-def resnet(batch: int, image: int) -> tuple[Any, Any, Any]:
-    from torchvision.models import resnet152
-
-    images = torch.randn(batch, 3, image, image, device=DEVICE, dtype=DTYPE)
-    labels = torch.randint(0, 1000, (batch,), device=DEVICE)
-
-    def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
-        return nn.functional.cross_entropy(output.float(), labels)
-
-    return on_device(resnet152), images, loss
-
-
-MODELS: dict[str, Callable[[], tuple[Any, Any, Any]]] = (
+MODELS: dict[str, Callable[[], Job]] = (
     {
         "llama-1.3b": lambda: llama(24, 2048, 5632, 16, 32000, 4, 4096),
         "vit-l16": lambda: vit(24, 1024, 16, 224, 16, 128),
-        "resnet-152": lambda: resnet(128, 224),
+        "resnet-152": lambda: resnet152(128, 224),
         "gpt2-774m": lambda: gpt2(36, 1280, 20, 50257, 8, 1024),
     }
     if CUDA
@@ -136,7 +80,8 @@ def seconds_of(run: Callable[[], Any]) -> float:
 
 
 def budgets(name: str) -> dict[str, Any]:
-    model, batch, loss = MODELS[name]()
+    job = MODELS[name]()
+    model, batch, loss = job.model, job.batch, job.loss
     peak_of(model, batch, loss)
     plain = peak_of(model, batch, loss)
     plain_seconds = seconds_of(lambda: run_step(model, batch, loss).backward())
@@ -184,7 +129,8 @@ def budgets(name: str) -> dict[str, Any]:
 
 def loop() -> dict[str, Any]:
     """AdamW, accumulation 2, five optimizer steps: every moment under the budget."""
-    model, batch, loss = llama(12, 1024, 2816, 16, 32000, 4, 2048) if CUDA else MODELS["llama"]()
+    job = llama(12, 1024, 2816, 16, 32000, 4, 2048) if CUDA else MODELS["llama"]()
+    model, batch, loss = job.model, job.batch, job.loss
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     plain = remat.profile(model, batch, optimizer=optimizer, accumulate=2)
     budget = int(remat.plan(plain, activations=0.6).budget_bytes)
@@ -210,7 +156,8 @@ def capped() -> dict[str, Any]:
     """A device capped below the plain peak: the plain step runs out of memory, fit and training do not."""
     if not CUDA:
         return {}
-    model, batch, loss = llama(24, 2048, 5632, 16, 32000, 4, 4096)
+    job = llama(24, 2048, 5632, 16, 32000, 4, 4096)
+    model, batch, loss = job.model, job.batch, job.loss
     clean()
     total = torch.cuda.get_device_properties(0).total_memory
     cap = int(24e9)
@@ -245,7 +192,8 @@ def capped() -> dict[str, Any]:
 def planning_time() -> dict[str, Any]:
     if not CUDA:
         return {}
-    model, batch, _ = llama(32, 4096, 11008, 32, 32000, 2, 4096)
+    job = llama(32, 4096, 11008, 32, 32000, 2, 4096)
+    model, batch = job.model, job.batch
     clean()
     begin = time.perf_counter()
     handle = remat.fit(model, batch, "60GiB")

@@ -16,12 +16,10 @@ On a machine without accelerator it runs small shapes, so that it cannot rot.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import random
 import statistics
 import time
-import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -32,71 +30,26 @@ from typing import Any
 
 import torch
 import torch._functorch.config
+from gauge import clean, seconds_of, synchronize
+from peers import compiled_alone, forwards
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from workloads import CUDA, DEVICE, Job, gpt2, llama, vit
 
 import remat
 from remat.check.live import Meter
 from remat.codec import to_json
 from remat.trace.discover import find_blocks
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
-DTYPE = torch.bfloat16 if CUDA else torch.float32
 STOCK_BUDGETS = (1.0, 0.5, 0.25, 0.0)
 SHARES = (0.45, 0.25, 0.10, 0.04)
 GROUPS = ("plain", "remat", "regional", "checkpoint", "whole")
-Workload = tuple[nn.Module, dict[str, Any]]
 
 
 # ------------------------------------------------------------------------------------------- workloads
 
 
-def on_device(make: Callable[[], nn.Module]) -> nn.Module:
-    torch.manual_seed(0)
-    with torch.device(DEVICE):
-        return make().to(DTYPE).train()
-
-
-def tokens(vocab: int, batch: int, length: int) -> dict[str, Any]:
-    ids = torch.randint(0, vocab, (batch, length), device=DEVICE)
-    return {"input_ids": ids, "labels": ids}
-
-
-def llama(layers: int, hidden: int, inner: int, heads: int, vocab: int, batch: int, length: int) -> Workload:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=heads, vocab_size=vocab, max_position_embeddings=8192, use_cache=False,
-    )  # fmt: skip
-    return on_device(lambda: LlamaForCausalLM(config)), tokens(vocab, batch, length)
-
-
-def gpt2(layers: int, hidden: int, heads: int, vocab: int, batch: int, length: int) -> Workload:
-    """Dropout 0.1 everywhere, the configuration's own."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        n_layer=layers, n_embd=hidden, n_head=heads, vocab_size=vocab, n_positions=length, use_cache=False,
-        bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM",
-    )  # fmt: skip
-    return on_device(lambda: GPT2LMHeadModel(config)), tokens(vocab, batch, length)
-
-
-def vit(layers: int, hidden: int, heads: int, image: int, patch: int, batch: int) -> Workload:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    config = ViTConfig(
-        num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=heads, intermediate_size=4 * hidden,
-        image_size=image, patch_size=patch, num_labels=1000,
-    )  # fmt: skip
-    images = torch.randn(batch, 3, image, image, device=DEVICE, dtype=DTYPE)
-    labels = torch.randint(0, min(1000, 8 * batch), (batch,), device=DEVICE)
-    return on_device(lambda: ViTForImageClassification(config)), {"pixel_values": images, "labels": labels}
-
-
-WORKLOADS: dict[str, Callable[[], Workload]] = {
+WORKLOADS: dict[str, Callable[[], Job]] = {
     "llama-1.3b": lambda: llama(24, 2048, 5504, 16, 32000, 4, 4096),
     "launch-bound": lambda: llama(12, 768, 2048, 12, 32000, 4, 256),
     "vit-l16": lambda: vit(24, 1024, 16, 224, 16, 128),
@@ -109,36 +62,6 @@ LAUNCH_BOUND_SHARE = 0.6  # of torch.compile's own peak
 
 
 # ------------------------------------------------------------------------------------------------ peers
-
-
-def compiled_alone(name: str, backend: str, **options: Any) -> Callable[..., Any]:
-    """torch.compile of a call, by a function of its own: compiled code belongs to a function's code, and two
-    budgets must not share it."""
-
-    def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    label = "".join(c if c.isalnum() else "_" for c in name)
-    own = types.FunctionType(call.__code__.replace(co_name=f"bench_{label}"), globals())
-    made: list[Callable[..., Any]] = []
-
-    def run(*args: Any, **kwargs: Any) -> Any:  # made at the first call: what fails then is recorded
-        if not made:
-            made.append(torch.compile(own, backend=backend, **options))
-        return made[0](*args, **kwargs)
-
-    return run
-
-
-@contextmanager
-def forwards(modules: list[nn.Module], run: Callable[[nn.Module], Callable[..., Any]]) -> Iterator[None]:
-    for module in modules:
-        module.forward = run(module)
-    try:
-        yield
-    finally:
-        for module in modules:
-            del module.forward
 
 
 def stock_budget(budget: float) -> Any:
@@ -165,7 +88,8 @@ class Race:
     ) -> None:
         self.name, self.options, self._write = name, options, write
         self.begin = time.perf_counter()
-        self.model, self.batch = WORKLOADS[name]()
+        job = WORKLOADS[name]()
+        self.model, self.batch = job.model, job.batch
         self.blocks = [block.module for block in find_blocks(self.model)]
         self.methods: list[Method] = []
         self.times: dict[str, list[float]] = {}
@@ -193,7 +117,7 @@ class Race:
             with method.context():
                 with method.compiling():
                     self.step()
-                _synchronize()
+                synchronize()
                 first = time.perf_counter() - begin
                 self.step()
                 peak = peak_of(self.step)
@@ -203,7 +127,7 @@ class Race:
             print(
                 f"{self.name}: {method.label} failed: {type(error).__name__}: {str(error)[:300]}", flush=True
             )
-            _clean()
+            clean()
             return False
         self.methods.append(method)
         self.record(method.label, first_step_seconds=first, peak_bytes=peak, **method.facts)
@@ -390,20 +314,9 @@ class Race:
         return self.result
 
 
-def _synchronize() -> None:
-    if CUDA:
-        torch.cuda.synchronize()
-
-
-def _clean() -> None:
-    gc.collect()
-    if CUDA:
-        torch.cuda.empty_cache()
-
-
 def peak_of(step: Callable[[], None]) -> int:
     """The activation peak: above what is resident, parameters and gradients included."""
-    _clean()
+    clean()
     with Meter(DEVICE) as meter:
         meter.synchronize()
         start = meter.current_bytes()
@@ -411,19 +324,6 @@ def peak_of(step: Callable[[], None]) -> int:
         step()
         meter.synchronize()
         return meter.peak_bytes() - start
-
-
-def seconds_of(step: Callable[[], None]) -> float:
-    if not CUDA:
-        begin = time.perf_counter()
-        step()
-        return time.perf_counter() - begin
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    step()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1e-3
 
 
 def main() -> None:
@@ -464,7 +364,7 @@ def main() -> None:
                 Path(options.out).write_text(json.dumps(whole, indent=1), encoding="utf-8")
 
         Race(name, options, write).run()
-        _clean()
+        clean()
 
 
 if __name__ == "__main__":

@@ -310,7 +310,7 @@ def compiled_alone(name: str, backend: str, **options: Any) -> Run:
 
     def run(*args: Any, **kwargs: Any) -> Any:  # made at the first call: what fails then is recorded
         if not made:
-            made.append(torch.compile(own, backend=backend, dynamic=False, **options))
+            made.append(torch.compile(own, backend=backend, **options))
         return made[0](*args, **kwargs)
 
     return run
@@ -328,13 +328,13 @@ def stock_budget(budget: float) -> Iterator[None]:
 def regional_group(job: Job, group: str, backend: str) -> list[Method | Absent]:
     methods: list[Method | Absent] = []
     for budget in STOCK_BUDGETS:
-        run = compiled_alone(f"regional {budget}", backend, fullgraph=True)
+        run = compiled_alone(f"regional {budget}", backend, fullgraph=True, dynamic=False)
         context = partial(
             forwards, job.blocks, lambda module, run=run: partial(run, type(module).forward, module)
         )
         compiling = partial(stock_budget, budget)
         methods.append(Method(f"regional {budget}", group, context, compiled=True, compiling=compiling))
-    inside = compiled_alone("regional in checkpoint", backend, fullgraph=True)
+    inside = compiled_alone("regional in checkpoint", backend, fullgraph=True, dynamic=False)
 
     def around(module: nn.Module) -> Run:
         return partial(checkpoint, partial(inside, type(module).forward, module), use_reentrant=False)
@@ -348,7 +348,7 @@ def regional_group(job: Job, group: str, backend: str) -> list[Method | Absent]:
 def whole_group(job: Job, group: str, backend: str) -> list[Method | Absent]:
     methods: list[Method | Absent] = []
     for budget in STOCK_BUDGETS:
-        run = compiled_alone(f"whole {budget}", backend)
+        run = compiled_alone(f"whole {budget}", backend, dynamic=False)
         context = partial(
             forwards, [job.model], lambda model, run=run: partial(run, type(model).forward, model)
         )

@@ -178,11 +178,11 @@ def _time(row: Row) -> float:
 
 def table(rows: Sequence[Row]) -> str:
     """One line per method, by peak; what has no figures comes last, with the reason."""
-    lines = [f"{'method':<40}{'peak':>8}{'time':>9}{'spread':>9}"]
+    lines = [f"{'method':<54}{'peak':>8}{'time':>9}{'spread':>9}"]
     for row in sorted((row for row in rows if row.measured), key=_share, reverse=True):
         spread = "" if row.spread is None else f"{row.spread:.3f}"
-        lines.append(f"{row.label:<40}{row.share:>8.3f}{row.time:>8.3f}x{spread:>9}  {_notes(row)}".rstrip())
-    lines += [f"{row.label:<40}{row.why}" for row in rows if not row.measured]
+        lines.append(f"{row.label:<54}{row.share:>8.3f}{row.time:>8.3f}x{spread:>9}  {_notes(row)}".rstrip())
+    lines += [f"{row.label:<54}{row.why}" for row in rows if not row.measured]
     return "\n".join(lines)
 
 

@@ -26,9 +26,12 @@ __all__ = [
     "WORKLOADS",
     "Job",
     "Workload",
+    "gpt2",
     "llama",
     "on_device",
+    "resnet152",
     "tokens",
+    "vit",
 ]
 
 CUDA = torch.cuda.is_available()
@@ -151,7 +154,8 @@ def vit(layers: int, hidden: int, heads: int, image: int, patch: int, batch: int
 
 def labelled_images(batch: int, image: int) -> dict[str, Any]:
     images = torch.randn(batch, 3, image, image, device=DEVICE, dtype=DTYPE)
-    return {"pixel_values": images, "labels": torch.randint(0, 1000, (batch,), device=DEVICE)}
+    labels = torch.randint(0, min(1000, 8 * batch), (batch,), device=DEVICE)
+    return {"pixel_values": images, "labels": labels}
 
 
 def resnet(depths: tuple[int, ...], widths: tuple[int, ...], batch: int, image: int) -> Job:

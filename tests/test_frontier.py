@@ -270,6 +270,7 @@ def test_peers_leave_the_model_as_it_was(bench):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler's own, which are errors inside of it
 def test_compiled_peers_and_plans_run(bench):
     options = bench["frontier"].parsed(["--backend", "aot_eager"])
     race = bench["frontier"].Race(

@@ -27,6 +27,7 @@ from remat.compiling import chosen_sets, moving, set_seconds
 from remat.planner.link import host_bytes, window_bytes
 from remat.planner.program import actions
 from remat.planner.schedule import make_plan
+from remat.planner.simulate import simulate
 from remat.records import Action, Mode, Plan, Role
 from remat.run import compiled
 from remat.run.link import Direction
@@ -308,6 +309,36 @@ def test_with_the_host_a_faster_set_takes_the_place_of_the_smallest() -> None:
     beside = chosen_sets(joint, hidden_bytes=largest // 3)
     assert len(beside) <= 4
     assert set_seconds(joint, beside[-1]) <= set_seconds(joint, without[-1])
+
+
+class Bent(nn.Module):
+    """What comes before the first block holds its own result for backward."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.layers = nn.Linear(8, 32), inner.layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.inner(x))
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_the_first_blocks_input_goes_too_unless_its_maker_holds_it() -> None:
+    found = profile_of_stack()
+    first = found.calls[0].inputs[0]
+    assert found.passing == (first,)
+    plan = sending(found)
+    held = simulate(replace(found, passing=()), plan.choices)
+    less = [
+        before.peak_bytes - after.peak_bytes
+        for before, after in zip(held.points, simulate(found, plan.choices).points, strict=True)
+    ]
+    assert set(less) == {0, found.boundary_bytes[first]}
+    case = stack(layers=4)
+    bent = Case(Bent(case.model).train(), case.batch, squared)
+    assert profile(bent, bent.model, allow=ALL).passing == ()
 
 
 # ------------------------------------------------------------------------------------------ things go wrong

@@ -169,6 +169,7 @@ def build_profile(request: Request, progress: Progress) -> Profile:
         kinds=tuple(kinds),
         calls=calls,
         boundary_bytes=tuple(found.boundary_bytes),
+        passing=tuple(sorted(found.passing)),
         segments=segments,
         step_seconds=seconds,
         accumulate=request.accumulate,

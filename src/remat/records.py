@@ -382,6 +382,7 @@ class Profile(Saveable):
     chunked: bool = False  # segments and seconds are those of `head`
     link: LinkRates | None = None  # to the host, measured only if Action.OFFLOAD is allowed
     host_limit_bytes: int | None = None  # what may wait on the host at one time; None: not known
+    passing: tuple[int, ...] = ()  # boundaries made outside of regions, held in backward by who reads them
     schema: int = SCHEMA_VERSION
 
 

@@ -110,6 +110,19 @@ class Boundary:
         )
 
 
+@dataclass(frozen=True)
+class Passing:
+    """A boundary tensor that no region makes and only `consumer` reads. The model's own code has it until
+    forward has returned; the solvers, which count it throughout, err on the safe side."""
+
+    nbytes: int
+    consumer: int
+    input_position: int
+
+    def held(self, consumer: Entry) -> bool:
+        return consumer.mode is Mode.FULL or self.input_position in consumer.holds_inputs
+
+
 def spans(profile: Profile) -> tuple[Span | None, ...]:
     """When each call holds memory; None for a call that never ran forward in the measured step."""
     where: dict[tuple[Phase, int], list[int]] = {}
@@ -150,6 +163,24 @@ def boundaries(profile: Profile) -> tuple[Boundary, ...]:
     return tuple(found)
 
 
+def passing_boundaries(profile: Profile) -> tuple[Passing, ...]:
+    """Those that come from outside of regions and that a plan can let go."""
+    recorded = spans(profile)
+    found = []
+    for boundary in profile.passing:
+        read = [
+            (index, position)
+            for index, call in enumerate(profile.calls)
+            for position, one in enumerate(call.inputs)
+            if one == boundary
+        ]
+        made = any(boundary in call.outputs for call in profile.calls)
+        span = recorded[read[0][0]] if len(read) == 1 else None
+        if not made and span is not None and span.recorded:
+            found.append(Passing(profile.boundary_bytes[boundary], *read[0]))
+    return tuple(found)
+
+
 def returned_inputs(profile: Profile) -> tuple[dict[int, int], ...]:
     """Per call: position -> bytes of the inputs that are counted again in its backward and that nobody but
     the call itself can hold. An entry that fetches such an input from the host has it in its own peak."""
@@ -158,6 +189,8 @@ def returned_inputs(profile: Profile) -> tuple[dict[int, int], ...]:
         menu = profile.kinds[profile.calls[boundary.producer].kind].menu
         if not any(boundary.output_position in entry.holds_outputs for entry in menu):
             found[boundary.consumer][boundary.input_position] = boundary.nbytes
+    for passing in passing_boundaries(profile):
+        found[passing.consumer][passing.input_position] = passing.nbytes
     return found
 
 
@@ -244,6 +277,11 @@ def _shifts(profile: Profile, chosen: Sequence[Entry], references: Sequence[Entr
         span = everywhere[boundary.consumer]
         if span is not None and not boundary.held(chosen[boundary.producer], chosen[boundary.consumer]):
             between(span.forward + 1, span.returns - 1, -boundary.nbytes)
+    turn = next((k for k, s in enumerate(profile.segments) if s.phase is Phase.BACKWARD), len(changes))
+    for passing in passing_boundaries(profile):
+        span = everywhere[passing.consumer]
+        if span is not None and not passing.held(chosen[passing.consumer]):
+            between(max(turn, span.forward + 1), span.returns - 1, -passing.nbytes)
 
     levels, level = [], 0
     for change in changes[:-1]:

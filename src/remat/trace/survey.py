@@ -30,6 +30,7 @@ from remat.run.wrap import RegionStatus, unwrap, wrap
 from remat.trace.capture import Capture, capture
 from remat.trace.discover import Block
 from remat.trace.fold import folded
+from remat.trace.graphwalk import GraphNode, saved_tensors
 from remat.trace.price import price
 from remat.trace.record import has_storage
 from remat.trace.selfcheck import checked
@@ -77,6 +78,7 @@ class Survey:
     sightings: list[Sighting] = field(default_factory=list)
     species: list[Species] = field(default_factory=list)
     boundary_bytes: list[int] = field(default_factory=list)
+    passing: set[int] = field(default_factory=set)  # boundaries made between regions, and not held there
 
 
 # ------------------------------------------------------------------------------------ regions as they run
@@ -185,6 +187,11 @@ class _Sights:
         index = len(self._result.sightings)
         inputs = tensors((args, kwargs))
         sighting = Sighting(name, number, tower, module, forward, self._boundaries(inputs), ())
+        self._result.passing |= {
+            boundary
+            for tensor, boundary in zip(inputs, sighting.inputs, strict=True)
+            if _is_let_go(tensor) and not any(boundary in s.outputs for s in self._result.sightings)
+        }
         self._result.sightings.append(sighting)
         self._versions.append([])
         before = [_version(tensor) for tensor in inputs]
@@ -225,6 +232,20 @@ class _Sights:
             )
             shared = frozenset(p for p, b in enumerate(sighting.inputs) if len(readers[b]) > 1)
             self._result.sightings[index] = replace(sighting, written_later=written, shared=shared)
+
+
+def _is_let_go(tensor: torch.Tensor) -> bool:
+    """Made by an operation of the model that does not hold its own result for backward (as tanh does): when
+    forward has returned, only those who read it have it. A leaf, or a view of one, others have too."""
+    base = tensor._base if tensor._base is not None else tensor
+    if tensor.grad_fn is None or base.grad_fn is None or not has_storage(tensor):
+        return False
+    storage = tensor.untyped_storage()
+    made = [GraphNode(node, "", -1, 0) for node in {tensor.grad_fn, base.grad_fn}]
+    return all(
+        not has_storage(saved.tensor) or saved.tensor.untyped_storage() is not storage
+        for saved in saved_tensors(made)
+    )
 
 
 def _version(tensor: torch.Tensor) -> int:

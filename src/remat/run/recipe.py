@@ -13,7 +13,7 @@ from __future__ import annotations
 import collections
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -585,12 +585,13 @@ class _Compiler:
     def _emit_find(self) -> None:
         """Every node of the graph is visited and its name compared, also where nothing is dropped."""
         parents = {parent for _, parent, _ in self.graph.nodes if parent >= 0}
+        names = [name for name, _, _ in self.graph.nodes]
+        self.names["types"], self.names["is_other"] = _known_nodes(names)
         self.lines.append("def find(outputs):")
-        for index, (name, parent, edge) in enumerate(self.graph.nodes):
+        for index, (_, parent, edge) in enumerate(self.graph.nodes):
             node = f"outputs[{-1 - parent}].grad_fn" if parent < 0 else f"e{parent}[{edge}][0]"
-            alias = _SAME_NODE.get(name)
-            differs = f"!= {name!r}" if alias is None else f"not in {(name, alias)!r}"
-            self.lines += [f"    n{index} = {node}", f"    if n{index}.name() {differs}: return {index}"]
+            other = f"type(n{index}) is not types[{index}] and is_other({index}, n{index})"
+            self.lines += [f"    n{index} = {node}", f"    if {other}: return {index}"]
             if index in parents:
                 self.lines.append(f"    e{index} = n{index}.next_functions")
         found = "".join(f"n{index}, " for index in self.nodes)
@@ -610,6 +611,22 @@ class _Compiler:
             label=f"{op.name} {list(meta.shape)} {meta.dtype}",
             source=op.source,
         )
+
+
+def _known_nodes(names: Sequence[str]) -> tuple[list[Any], Callable[[int, Any], bool]]:
+    """The types of nodes that have been seen to bear these names, and a function that says whether a node of
+    another type bears another name. Asking a node for its name takes ten times as long as for its type."""
+    types: list[Any] = [None] * len(names)
+
+    def is_other(index: int, node: Any) -> bool:
+        name = node.name()
+        if name not in (names[index], _SAME_NODE.get(names[index])):
+            return True
+        if type(node).__name__ == name:  # not a type that several kinds of nodes share
+            types[index] = type(node)
+        return False
+
+    return types, is_other
 
 
 def _extent(value: Value) -> tuple[int, int]:

@@ -10,6 +10,7 @@ import logging
 import statistics
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -56,7 +57,6 @@ from remat.run.region import PlannedRegion, Variant
 from remat.trace.discover import Block, find_blocks
 from remat.trace.price import fused_prices
 from remat.trace.survey import Sighting, Species, Survey, frugally, survey, timeline, visiting
-from remat.trees import signature
 from remat.units import format_bytes
 
 __all__ = [
@@ -221,21 +221,23 @@ def _fastest_step(
     timed = [kind.menu[kind.reference] for kind in kinds]
     if any(kind.compiler for kind in kinds):  # the eager step says little of one that is compiled
         sets = [kind.menu[_timed_entry(kind)] for kind in kinds]
-        paced = _compiled_seconds(request, blocks, kinds, sets)
+        paced = _compiled_seconds(request, blocks, found, kinds, sets)
         if ranks.all_of(paced is not None) and paced is not None:
             timed, seconds = sets, ranks.agree(paced)
     return segments, _without(sum(timed[s.species].extra_seconds for s in found.sightings), seconds)
 
 
 def _compiled_seconds(
-    request: Request, blocks: Sequence[Block], kinds: Sequence[Kind], sets: Sequence[Entry]
+    request: Request, blocks: Sequence[Block], found: Survey, kinds: Sequence[Kind], sets: Sequence[Entry]
 ) -> float | None:
     """Seconds of a step with these saved sets; None if it takes more memory than there is."""
-    compiled = {
-        kind.signature: block_for(kind.signature, kind.graph, entry.recipe, kind.compiler)
-        for kind, entry in zip(kinds, sets, strict=True)
+    made = [
+        block_for(kind.signature, kind.graph, entry.recipe, kind.compiler)
         if entry.recipe is not None and kind.graph is not None
-    }
+        else None
+        for kind, entry in zip(kinds, sets, strict=True)
+    ]
+    compiled = {(s.name, s.call): block for s in found.sightings if (block := made[s.species]) is not None}
     try:
         _frugal_step(request.model, blocks, request.run, compiled)
         steps = [_frugal_step(request.model, blocks, request.run, compiled) for _ in range(_STEPS_COMPILED)]
@@ -291,12 +293,14 @@ def _frugal_step(
     model: nn.Module,
     blocks: Sequence[Block],
     run: Callable[[], torch.Tensor],
-    compiled: Mapping[str, CompiledBlock] | None = None,
+    compiled: Mapping[tuple[str, int], CompiledBlock] | None = None,
 ) -> float:
-    """Seconds of a step; `compiled`: by the signatures of the calls that run so."""
+    """Seconds of a step; `compiled`: the calls that run so, by name and number."""
+    calls: Counter[str] = Counter()
 
     def visit(name: str, tower: str, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        block = compiled.get(repr(signature(args, kwargs, module.training))) if compiled else None
+        block = compiled.get((name, calls[name])) if compiled else None
+        calls[name] += 1
         if block is not None:
             return block(module, forward, args, kwargs)
         return frugally(name, module, forward, args, kwargs)

@@ -589,8 +589,8 @@ def longest(options: argparse.Namespace, out: Out) -> None:
     workload = WORKLOADS["long-context"]
     only = options.methods.split(",") if options.methods else ()
     result = find(
-        partial(llama, *LLAMA_1B, 1, 128) if CUDA else workload.small, options.cap, options.limit,
-        options.backend, only, out.put_longest,
+        workload.small if options.small else partial(llama, *LLAMA_1B, 1, 128), options.cap, options.limit,
+        options.backend, only, options.small, out.put_longest,
     )  # fmt: skip
     out.put_longest(result)
 

@@ -33,7 +33,8 @@ from remat.units import format_bytes, parse_bytes
 __all__ = ["Found", "Trial", "longest", "search"]
 
 TOLERANCE = 0.1  # between the longest that trains and the shortest that does not
-START, UNIT = (8192, 1024) if CUDA else (64, 16)
+START, UNIT = 8192, 1024  # tokens
+SMALL_START, SMALL_UNIT = 64, 16
 ROOM = 0.03  # of the memory, left to the allocator's pieces
 ACTIONS = (Action.KEEP, Action.RECOMPUTE, Action.OFFLOAD, Action.CHUNK)
 Result = dict[str, Any]
@@ -119,9 +120,11 @@ def _rounded(length: float, unit: int) -> int:
 
 @dataclass(frozen=True)
 class Card:
-    """How much memory the process has."""
+    """How much memory the process has, and which lengths are short on it."""
 
     capacity_bytes: int
+    start: int
+    unit: int
 
     @contextmanager
     def limited(self, job: Job) -> Iterator[Callable[[], int]]:
@@ -166,7 +169,7 @@ def remat_trial(job: Job, card: Card, compiler: str | bool, length: int) -> Tria
         profile = remat.profile(here.model, here.batch, accumulate=True, allow=ACTIONS, compile=compiler)
         needed = least_of(profile)
         plan = remat.plan(profile, budget, allow=ACTIONS)
-        if length <= 2 * START:
+        if length <= 2 * card.start:
             found = Trial(length, True, needed, None, "planned")
         else:
             clean()
@@ -251,6 +254,7 @@ def longest(
     limit_seconds: float | None,
     backend: str,
     only: Sequence[str],
+    small: bool,
     put: Callable[[Result], None],
 ) -> Result:
     """Each method's longest length; `put` is called after each."""
@@ -259,7 +263,8 @@ def longest(
     for parameter in job.trained:
         parameter.grad = torch.zeros_like(parameter)
     total = torch.cuda.get_device_properties(DEVICE).total_memory if CUDA else None
-    card = Card(parse_bytes(cap, total=total) if cap else total or default_capacity(job))
+    capacity = parse_bytes(cap, total=total) if cap else total or default_capacity(job)
+    card = Card(capacity, *((SMALL_START, SMALL_UNIT) if small else (START, UNIT)))
     if CUDA and total is not None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, card.capacity_bytes / total), DEVICE)
     result: Result = {"capacity_bytes": card.capacity_bytes, "methods": {}}
@@ -275,7 +280,7 @@ def longest(
             why = trial if isinstance(trial, str) else f"not run: the limit of {limit_seconds:g} s"
             result["methods"][name] = {"why": why}
         else:
-            found = search(lambda length, trial=trial: trial(job, card, length), card.capacity_bytes, late)
+            found = search(partial(trial, job, card), card.capacity_bytes, late, card.start, card.unit)
             result["methods"][name] = asdict(found)
         result["seconds"] = time.perf_counter() - begin
         print(f"{result['seconds']:6.1f} s  {line_of(name, result)}", flush=True)

@@ -135,7 +135,7 @@ class Race:
     def result(self) -> Result:
         base = self.base
         return {
-            "about": self.workload.about,
+            "about": self.about,
             "size": "small" if self.options.small else "full",
             "cost_unit": COST_UNIT,
             "base": None if base is None else vars(base),
@@ -144,6 +144,10 @@ class Race:
             "verdict": verdict(self.rows(), self.targets()).as_json(),
             "seconds": time.perf_counter() - self.begin,
         }
+
+    @property
+    def about(self) -> str:
+        return f"small shapes of: {self.workload.about}" if self.options.small else self.workload.about
 
     def targets(self) -> tuple[Target, ...]:
         return () if self.options.small else TARGETS.get(self.name, ())
@@ -289,6 +293,8 @@ class Race:
             if made is None or not peer.measured or not self.unbeaten(peer):
                 continue
             assert peer.share is not None
+            if peer.share < made.least_share:
+                continue
             made.add(peer.share, f"{made.prefix} {peer.share:.3f}, as {peer.label}")
 
     def unbeaten(self, peer: Row) -> bool:
@@ -331,6 +337,7 @@ class Planner:
         self.race, self.group, self.profile = race, group, profile
         self.prefix = {"remat": "remat", "exact": "remat exact", "compiled": "remat compiled"}[group]
         self.resident = profile.step.resident + profile.step.gradients
+        self.least_share = 0.0  # below it no plan was found
         self.excess = 0  # what measured peaks are above their predictions
         self.seen: dict[tuple[Any, ...], str] = {}
 
@@ -368,6 +375,10 @@ class Planner:
             "link": None if profile.link is None else vars(profile.link),
             "notes": list(profile.notes),
         }
+        if race.options.profiles and there is None:
+            folder = Path(race.options.profiles)
+            folder.mkdir(parents=True, exist_ok=True)
+            profile.save(folder / f"profile-{race.name}-{group}.json")
         if race.base is None:  # the plain step does not run here
             race.predicted = Base(
                 anything.plain_peak_bytes - made.resident, anything.plain_seconds, measured=False
@@ -394,6 +405,7 @@ class Planner:
             except remat.BudgetError as error:
                 if attempt == 0:
                     least = (error.needed - self.resident) / base.peak_bytes
+                    self.least_share = max(self.least_share, share)
                     race.absent(self.method(label, None, share), f"out of reach: {least:.3f} is the least")
                     self.add_least(error.needed)
                 return
@@ -571,6 +583,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--gradients", action="store_true", default=not CUDA, help="compare each method's gradients"
     )
     parser.add_argument("--backend", default="inductor", help="of torch.compile, remat's and the peers'")
+    parser.add_argument("--profiles", help="a folder for remat's profiles, to plan again without the device")
     parser.add_argument("--longest", action="store_true", help="instead: the longest context that trains")
     parser.add_argument("--cap", help="with --longest: the memory of a smaller card, as 16GiB")
     options = parser.parse_args(arguments)
@@ -611,7 +624,7 @@ def main(arguments: Sequence[str] | None = None) -> Result:
             print(f"{name}: {one_line(error)}", flush=True)
             continue
         race.run(groups)
-        print(f"\n{name}: {workload.about}\n{table(race.rows())}\n", flush=True)
+        print(f"\n{name}: {race.about}\n{table(race.rows())}\n", flush=True)
         print(lines_of(verdict(race.rows(), race.targets())) + "\n", flush=True)
         del race
         clean()

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from remat import ranks
 from remat._torch_private import compiler_errors, has_compiler
 from remat.check.bench import Bench, bench
 from remat.check.regions import GradientGap, gradient_gap, gradients_of
@@ -345,7 +344,7 @@ def behind_compute(graph: RegionGraph, host: Hosting | None) -> int:
     if host is None:
         return 0
     forward_seconds = sum(op.seconds for op in graph.ops)
-    return ranks.agree(int(forward_seconds * host.rates.d2h_bytes_per_second))
+    return int(forward_seconds * host.rates.d2h_bytes_per_second)
 
 
 def moving(graph: RegionGraph, recipe: Recipe, hidden_bytes: int) -> tuple[Recipe, ...]:

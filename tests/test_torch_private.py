@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import weakref
 from typing import Any
 
 import pytest
@@ -245,6 +246,31 @@ def test_compile_joint_saves_what_it_is_told_to_save() -> None:
 def test_compiled_node_is_none_for_eager_code() -> None:
     assert private.compiled_node([torch.ones(1, requires_grad=True) * 2]) is None
     assert private.compiled_node([torch.ones(1)]) is None
+
+
+def test_saved_slots_take_the_place_of_what_a_compiled_graph_holds() -> None:
+    """One hook each, in the order of `saved_tensors`; the tensor itself is then free."""
+    x, w = torch.randn(6, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    expected = torch.autograd.grad(_two_products(x, w).sum(), (x, w))
+    output = torch.compile(_two_products, backend="aot_eager", fullgraph=True)(x, w)
+    node = private.compiled_node([output])
+    slots, tensors = private.saved_slots(node), node.saved_tensors
+    assert len(slots) == len(tensors)
+    copies, storages = [], []
+    for slot, tensor in zip(slots, tensors, strict=True):
+        if private.storage_ref(tensor) in (private.storage_ref(x), private.storage_ref(w)):
+            continue
+        storages.append(weakref.ref(tensor.untyped_storage()))
+        slot.register_hooks(
+            lambda t: copies.append(t.detach().clone()) or len(copies) - 1, copies.__getitem__
+        )
+        with pytest.raises(RuntimeError):
+            slot.register_hooks(lambda t: t, lambda t: t)
+    del slot, slots, tensor, tensors, node
+    assert storages
+    assert all(storage() is None for storage in storages)
+    found = torch.autograd.grad(output.sum(), (x, w))
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
 def test_problems_name_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

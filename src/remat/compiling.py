@@ -90,7 +90,7 @@ def compiled_kind(
     if host is None or not hidden:
         return kind
     progress(f"measuring {example.name} with saved tensors on the host")
-    return _with_offload(kind, species, inputs, device, host, hidden, make_entry)
+    return _with_offload(kind, species, inputs, device, host, hidden, found, make_entry)
 
 
 def _captured(species: Species) -> Joint:
@@ -371,31 +371,54 @@ def _with_offload(
     device: torch.device,
     host: Hosting,
     hidden: int,
+    found: Sequence[_Measured],
     make_entry: MakeEntry,
 ) -> Kind:
-    """The kind with each of its saved sets on the host in part."""
+    """The kind with each of its saved sets on the host in part. Where the device waits for the host, what the
+    host does to send them and have them back takes its time."""
     assert kind.graph is not None
     places, entries, problem = len(species.example.inputs), list(kind.menu), ""
+    staying = {one.recipe: one.bench for one in found}
     for entry in kind.menu:
         if entry.mode is not Mode.COMPILED or entry.recipe is None:
             continue
         for recipe in moving(kind.graph, entry.recipe, hidden):
             try:
-                measured = _bench_moving(kind, species, inputs, device, host, recipe)
+                stays = staying[entry.recipe]
+                measured = _bench_moving(
+                    kind,
+                    species,
+                    inputs,
+                    device,
+                    host,
+                    recipe,
+                    timed=device.type == "cuda" and stays.launch_bound,
+                )
             except CaptureError as error:
                 problem = problem or str(error)
                 continue
-            made = make_entry(Mode.COMPILED, measured, entry.extra_seconds, kind.graph, places, recipe)
+            extra = entry.extra_seconds
+            if measured.host_seconds:
+                extra += max(measured.host_seconds - stays.host_seconds, 0.0)
+            made = make_entry(Mode.COMPILED, measured, extra, kind.graph, places, recipe)
             entries.append(replace(made, gradient_gap=entry.gradient_gap))
     note = f"{kind.note}; not all of it can wait on the host: {problem}" if problem else kind.note
     return replace(kind, menu=_sorted(entries), note=note)
 
 
 def _bench_moving(
-    kind: Kind, species: Species, inputs: Inputs, device: torch.device, host: Hosting, recipe: Recipe
+    kind: Kind,
+    species: Species,
+    inputs: Inputs,
+    device: torch.device,
+    host: Hosting,
+    recipe: Recipe,
+    *,
+    timed: bool,
 ) -> Bench:
-    """Bytes of a block whose sent tensors have left the device when its forward has returned. Seconds are not
-    taken: alone, a block has nothing to hide copies behind. CaptureError: it is not as planned."""
+    """Bytes of a block whose sent tensors have left the device when its forward has returned. If `timed`, the
+    host's seconds count; the device's do not: alone, a block has nothing to hide copies behind.
+    CaptureError: it is not as planned."""
     assert kind.graph is not None
     example = species.example
     variant = Variant(
@@ -406,7 +429,7 @@ def _bench_moving(
     planned = PlannedRegion(example.name, example.tower, {species.signature: variant}, engine=host.engine)
     stayed = host.engine.counts.kept_bytes
     with installed_region(example.module, example.forward, planned) as call:
-        measured = bench(settling(call, host.engine), inputs, (example.module,), device, timed=False)
+        measured = bench(settling(call, host.engine), inputs, (example.module,), device, timed=timed)
     if planned.counts.fallbacks:
         raise CaptureError(planned.counts.why)
     if host.engine.counts.kept_bytes > stayed:

@@ -52,7 +52,7 @@ EVERYTHING = (Action.KEEP, Action.RECOMPUTE, Action.OFFLOAD, Action.CHUNK)
 EXACT = EVERYTHING[:3]  # to the bit
 OURS = {"remat": EVERYTHING, "exact": EXACT, "compiled": EVERYTHING}
 # In this order: what is cheap and what matters most first, for a run that is cut short.
-GROUPS = ("plain", "remat", "exact", *EAGER, "compiled", *COMPILED)
+GROUPS = ("plain", "remat", "exact", *EAGER, "compiled", *COMPILED, "offload-all")
 TRIES = 3  # plans for one share, each by what the last one's peak was off
 PIECES = 0.002 if CUDA else 0.0  # relative: the allocator's pieces, which no plan is made anew for
 NEAR = 0.03  # a row of ours so little below a peer's peak stands for it
@@ -259,7 +259,10 @@ class Race:
     # -- all of them
 
     def run(self, groups: Sequence[str]) -> Result:
-        for group in (group for group in GROUPS if group in groups):
+        wanted = [group for group in GROUPS if group in groups]
+        for place, group in enumerate(wanted):
+            if group == "compiled" or (group in COMPILED and "compiled" not in wanted[:place]):
+                self.prepare_at_peers()  # before what takes long: it is what eager peers are compared with
             if group == "plain":
                 self.prepare(Method("plain", group, nullcontext))
             elif group in OURS:
@@ -293,9 +296,9 @@ class Race:
             if made is None or not peer.measured or not self.unbeaten(peer):
                 continue
             assert peer.share is not None
-            if peer.share < made.least_share:
-                continue
-            made.add(peer.share, f"{made.prefix} {peer.share:.3f}, as {peer.label}")
+            label = f"{made.prefix} {peer.share:.3f}, as {peer.label}"
+            if peer.share >= made.least_share and label not in self.lanes:
+                made.add(peer.share, label)
 
     def unbeaten(self, peer: Row) -> bool:
         assert peer.share is not None

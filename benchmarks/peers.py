@@ -357,7 +357,7 @@ def whole_group(job: Job, group: str, backend: str) -> list[Method | Absent]:
     return methods
 
 
-EAGER = ("checkpoint", "selective", "chunked-loss", "offload", "offload-all")
+EAGER = ("checkpoint", "selective", "chunked-loss", "offload")
 COMPILED = ("regional", "whole")
 
 

@@ -263,20 +263,28 @@ class Race:
         for place, group in enumerate(wanted):
             if group == "compiled" or (group in COMPILED and "compiled" not in wanted[:place]):
                 self.prepare_at_peers()  # before what takes long: it is what eager peers are compared with
-            if group == "plain":
-                self.prepare(Method("plain", group, nullcontext))
-            elif group in OURS:
-                self.prepare_ours(group)
-            else:
-                for method in peers(self.job, group, self.options.backend, self.workload.attention):
-                    if isinstance(method, Absent):
-                        self.absent(method, method.why)
-                    else:
-                        self.prepare(method)
+            try:
+                self.prepare_group(group)
+            except Exception as error:  # of making the methods: what each does when it runs is caught there
+                why = one_line(error)
+                self.absent(Absent(f"group {group}", group, why), f"failed: {why}")
         self.prepare_at_peers()
         self.race()
         self.write()
         return self.result()
+
+    def prepare_group(self, group: str) -> None:
+        if group == "plain":
+            self.prepare(Method("plain", group, nullcontext))
+            return
+        if group in OURS:
+            self.prepare_ours(group)
+            return
+        for method in peers(self.job, group, self.options.backend, self.workload.attention):
+            if isinstance(method, Absent):
+                self.absent(method, method.why)
+            else:
+                self.prepare(method)
 
     def prepare_ours(self, group: str) -> None:
         made = Planner.of(self, group)
@@ -621,7 +629,7 @@ def main(arguments: Sequence[str] | None = None) -> Result:
         workload = WORKLOADS[name]
         groups = options.methods.split(",") if options.methods else workload.groups
         try:
-            race = Race(name, workload, options, lambda result, name=name: out.put(name, result))
+            race = Race(name, workload, options, partial(out.put, name))
         except Exception as error:
             out.put(name, {"about": workload.about, "rows": [], "failed": one_line(error)})
             print(f"{name}: {one_line(error)}", flush=True)

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import flop_registry
 from workloads import CUDA, DEVICE
 
 from remat.check.live import Meter
+from remat.trace.price import cuda_event
 
 __all__ = ["COST_UNIT", "Counter", "Reading", "clean", "read", "seconds_of", "spread_of", "synchronize"]
 
@@ -88,12 +89,12 @@ def seconds_of(step: Step) -> float:
         begin = time.perf_counter()
         step()
         return time.perf_counter() - begin
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start, end = cuda_event(), cuda_event()
     start.record()
     step()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) * 1e-3
+    return float(start.elapsed_time(end)) * 1e-3
 
 
 def spread_of(found: Sequence[float]) -> float | None:

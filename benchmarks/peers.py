@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -159,7 +160,7 @@ def selective_contexts(mode: str) -> Callable[[], Any]:
                     return CheckpointPolicy.MUST_SAVE
             return CheckpointPolicy.PREFER_RECOMPUTE
 
-        return create_selective_checkpoint_contexts(policy)
+        return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
 
     return contexts
 
@@ -186,8 +187,9 @@ def chunked_loss_forward(model: Any) -> Run:
     def run(input_ids: Tensor, labels: Tensor) -> Tensor:
         hidden = model.get_decoder()(input_ids).last_hidden_state[:, :-1].flatten(0, 1)
         wanted = labels[:, 1:].flatten()
-        total = hidden.new_zeros((), dtype=torch.float32)
-        for rows, targets in zip(hidden.split(LOSS_ROWS), wanted.split(LOSS_ROWS), strict=True):
+        total: Tensor = hidden.new_zeros((), dtype=torch.float32)
+        pieces = zip(torch.split(hidden, LOSS_ROWS), torch.split(wanted, LOSS_ROWS), strict=True)
+        for rows, targets in pieces:
             total = total + checkpoint(piece, rows, targets, use_reentrant=False)
         return total / wanted.numel()
 
@@ -203,8 +205,7 @@ def with_chunked_loss(job: Job, inner: Context) -> Iterator[None]:
 @contextmanager
 def with_liger(job: Job, inner: Context) -> Iterator[None]:
     """Liger's fused linear cross entropy, and nothing else of it."""
-    from liger_kernel.transformers.model.llama import lce_forward
-
+    lce_forward = import_module("liger_kernel.transformers.model.llama").lce_forward
     with inner(), forwards([job.model], lambda model: partial(lce_forward, model)):
         yield
 
@@ -325,19 +326,26 @@ def stock_budget(budget: float) -> Iterator[None]:
         yield
 
 
+def forward_by(run: Run) -> Callable[[nn.Module], Run]:
+    """A module's own forward, as an argument of `run`."""
+
+    def made(module: nn.Module) -> Run:
+        return partial(run, type(module).forward, module)
+
+    return made
+
+
 def regional_group(job: Job, group: str, backend: str) -> list[Method | Absent]:
     methods: list[Method | Absent] = []
     for budget in STOCK_BUDGETS:
         run = compiled_alone(f"regional {budget}", backend, fullgraph=True, dynamic=False)
-        context = partial(
-            forwards, job.blocks, lambda module, run=run: partial(run, type(module).forward, module)
-        )
+        context = partial(forwards, job.blocks, forward_by(run))
         compiling = partial(stock_budget, budget)
         methods.append(Method(f"regional {budget}", group, context, compiled=True, compiling=compiling))
     inside = compiled_alone("regional in checkpoint", backend, fullgraph=True, dynamic=False)
 
     def around(module: nn.Module) -> Run:
-        return partial(checkpoint, partial(inside, type(module).forward, module), use_reentrant=False)
+        return partial(checkpoint, forward_by(inside)(module), use_reentrant=False)
 
     context = partial(forwards, job.blocks, around)
     compiling = partial(stock_budget, 1.0)
@@ -349,9 +357,7 @@ def whole_group(job: Job, group: str, backend: str) -> list[Method | Absent]:
     methods: list[Method | Absent] = []
     for budget in STOCK_BUDGETS:
         run = compiled_alone(f"whole {budget}", backend, dynamic=False)
-        context = partial(
-            forwards, [job.model], lambda model, run=run: partial(run, type(model).forward, model)
-        )
+        context = partial(forwards, [job.model], forward_by(run))
         compiling = partial(stock_budget, budget)
         methods.append(Method(f"whole {budget}", group, context, compiled=True, compiling=compiling))
     return methods

@@ -15,6 +15,7 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -237,8 +238,7 @@ def _time(row: Row) -> float:
 def draw(panels: Sequence[Panel], browser: Any) -> list[Path]:
     """SVG files of all panels, in both schemes."""
     sys.path.insert(0, str(ROOT / "scripts"))
-    from pictures import svg_of
-
+    svg_of = import_module("pictures").svg_of
     drawn = []
     for panel in panels:
         for scheme, colours in SCHEMES.items():
@@ -321,9 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     files = options.files or recorded()
     if not options.table and files:
         sys.path.insert(0, str(ROOT / "scripts"))
-        from pictures import chromium
-
-        with chromium() as browser:
+        with import_module("pictures").chromium() as browser:
             for path in draw(panels_of(files), browser):
                 print(path)
     TABLE.write_text(table_of(files), encoding="utf-8")

@@ -35,13 +35,14 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, context: Tensor, rotary: tuple[Tensor, Tensor] | None = None) -> Tensor:
         def split(t: Tensor) -> Tensor:
-            return t.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            return t.reshape(*t.shape[:2], self.heads, -1).transpose(1, 2)
 
         query, key = split(self.query_norm(self.query(x))), split(self.key_norm(self.key(context)))
         if rotary is not None:
             query, key = _rotated(query, *rotary), _rotated(key, *rotary)
         mixed = functional.scaled_dot_product_attention(query, key, split(self.value(context)))
-        return self.out(mixed.transpose(1, 2).flatten(2))
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
 
 
 def _rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -68,7 +69,7 @@ class Block(nn.Module):
         x = (x.float() + self.self_attention(inner, inner, rotary) * gate_self).to(x.dtype)
         x = x + self.text_attention(self.norm_text(x), text)
         inner = (self.norm_mlp(x.float()) * (1 + scale_mlp) + shift_mlp).to(x.dtype)
-        outer = self.down(functional.gelu(self.up(inner), approximate="tanh"))
+        outer: Tensor = self.down(functional.gelu(self.up(inner), approximate="tanh"))
         return (x.float() + outer.float() * gate_mlp).to(x.dtype)
 
 
@@ -90,7 +91,7 @@ class VideoTransformer(nn.Module):
 
     def forward(self, patches: Tensor, text: Tensor, time: Tensor, velocity: Tensor) -> Tensor:
         x = self.patch_in(patches)
-        modulation = self.time_in(_waves(time, 256).to(x.dtype)).unflatten(-1, (6, -1))
+        modulation = self.time_in(_waves(time, 256).to(x.dtype)).reshape(len(x), 6, -1)
         rotary = _rotary(x.shape[1], self.shape.hidden // self.shape.heads, x)
         for block in self.blocks:
             x = block(x, text, modulation, rotary)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -110,7 +111,8 @@ class LowRank(nn.Module):
         self.scale = 2.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + self.up(self.down(x)) * self.scale
+        added: torch.Tensor = self.up(self.down(x)) * self.scale
+        return self.base(x) + added
 
 
 def lora(job: Job, rank: int) -> Job:
@@ -172,8 +174,7 @@ def resnet(depths: tuple[int, ...], widths: tuple[int, ...], batch: int, image: 
 def resnet152(batch: int, image: int) -> Job:
     if find_spec("torchvision") is None:
         return resnet((3, 8, 36, 3), (256, 512, 1024, 2048), batch, image)
-    from torchvision.models import resnet152 as torchvision_resnet152
-
+    torchvision_resnet152 = import_module("torchvision.models").resnet152
     given = labelled_images(batch, image)
 
     def loss(output: torch.Tensor, images: Any) -> torch.Tensor:

@@ -221,6 +221,17 @@ def test_what_fails_is_recorded_and_the_rest_goes_on(bench, monkeypatch, tmp_pat
     assert rows["works"]["spread"] >= 0
 
 
+def test_a_group_that_cannot_be_made_is_recorded_and_the_race_goes_on(bench, monkeypatch):
+    def broken(*args: Any) -> list[Any]:
+        raise AttributeError("no such block")
+
+    monkeypatch.setattr(bench["frontier"], "peers", broken)
+    content = bench["frontier"].main(["--methods", "plain,selective", "--rounds", "1", "--steps", "2"])
+    rows = {each["label"]: each for each in content["workloads"]["llama-1.3b"]["rows"]}
+    assert rows["group selective"]["why"] == "failed: AttributeError: no such block"
+    assert rows["plain"]["runs"] == 2
+
+
 def test_a_workload_that_cannot_be_built_is_recorded(bench, monkeypatch, tmp_path):
     def missing() -> Any:
         raise ImportError("No module named 'torchvision'")

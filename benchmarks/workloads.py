@@ -111,8 +111,8 @@ class LowRank(nn.Module):
         self.scale = 2.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        added: torch.Tensor = self.up(self.down(x)) * self.scale
-        return self.base(x) + added
+        base: torch.Tensor = self.base(x)
+        return base + self.up(self.down(x)) * self.scale
 
 
 def lora(job: Job, rank: int) -> Job:

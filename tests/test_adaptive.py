@@ -20,13 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 import remat
-from remat.adaptive import AdaptiveHandle, Knot, Measured
+from remat.adaptive import AdaptiveHandle
 from remat.check.live import LiveBytes
 from remat.planner.simulate import simulate
 from remat.records import Mode
 from remat.run.monitor import Reading
 from remat.run.recipe import compile_recipe
 from remat.run.wrap import bypass, wrapped
+from remat.sizing import Knot, Measured
 from remat.stencil import Stencil, _merged, stencil
 
 pytest.importorskip("transformers")

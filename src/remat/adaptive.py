@@ -17,26 +17,23 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
-from remat import ranks
 from remat.check.peak import release_cached
-from remat.check.untouched import remember_random_state, untouched
-from remat.errors import BudgetError, InputError
+from remat.errors import BudgetError
 from remat.handle import Handle, Programs, chunked_head, planned_regions, tighter_limit
 from remat.planner.bounds import least_budget
 from remat.planner.schedule import refusal, schedule
 from remat.planner.simulate import Point, simulate
-from remat.planner.sizes import Family, MisfitError, family, without_recipes
-from remat.profiling import Request, build_profile, device_of
-from remat.records import Kind, Mode, Phase, Plan, Profile, Recipe
+from remat.planner.sizes import MisfitError, without_recipes
+from remat.profiling import device_of
+from remat.records import Kind, Mode, Phase, Plan, Recipe
 from remat.run.journal import Event
 from remat.run.monitor import Monitor, fragmentation_advice, read_device
 from remat.run.program import Program
@@ -46,11 +43,12 @@ from remat.run.region import PlannedRegion
 from remat.run.switch import Switchboard, Table
 from remat.run.wrap import bypassed
 from remat.show.text import Report
+from remat.sizing import Measured, chart_and_family
 from remat.stencil import Stencil, stencil
-from remat.trace.sizes import Chart, Place, Shapes, shapes_of
+from remat.trace.sizes import Place, Shapes, shapes_of
 from remat.units import format_bytes
 
-__all__ = ["AdaptiveHandle", "Knot", "Measured", "measure_sizes"]
+__all__ = ["AdaptiveHandle"]
 
 _PER_OCTAVE = 8  # plans from one size to its double
 _REMEMBERED = 256  # shapes whose regions are ready
@@ -61,96 +59,6 @@ _NOTCH = 0.9  # of the limit, for each tightening
 _FAILURES = 3  # sizes at which recipes did not fit, before they are tried at no other
 _OFTEN = 8  # times that a shape has come before its recipes are compiled for it alone
 _LOOK_EVERY = 8  # steps between two looks at the device
-
-
-@dataclass(frozen=True)
-class Knot:
-    """A size that was measured."""
-
-    shapes: Shapes
-    profile: Profile
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What `fit` measured: the step itself first, then other sizes of it."""
-
-    knots: tuple[Knot, ...]
-    notes: tuple[str, ...] = ()
-
-
-def measure_sizes(
-    request: Request,
-    found: Profile,
-    runs: Sequence[tuple[Callable[[], torch.Tensor], str, int]],
-    progress: Callable[[str], None],
-) -> Measured:
-    """Profile the same step with other batches: (run, signature, bytes of the batch) each. One that does not
-    run on every rank, or differs in more than numbers, is left out and named."""
-    knots = [Knot(ranks.agree(_shapes_seen(request.model, request.run)), found)]
-    notes: list[str] = []
-    for run, signature, batch_bytes in runs:
-        progress(f"measuring {signature}")
-        other = replace(request, run=run, signature=signature, batch_bytes=batch_bytes, like=found)
-        shapes, problem = _on_all_ranks(partial(_shapes_if_it_runs, request.model, run))
-        if not problem:
-            profile, problem = _on_all_ranks(partial(build_profile, other, progress))
-        if problem:
-            notes.append(f"{signature} cannot be measured ({problem})")
-        else:
-            knots.append(ranks.agree(Knot(shapes, profile)))
-    return Measured(tuple(knots), tuple(notes))
-
-
-def _on_all_ranks(call: Callable[[], Any]) -> tuple[Any, str]:
-    """What the call returns, and why it, or that of another rank, did not."""
-    found, problem = None, ""
-    try:
-        found = call()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # whatever a model says of a batch that it was not made for
-        problem = f"{type(error).__name__}: {str(error)[:200]}"
-    problems = ranks.gathered(problem)
-    return found, problem or next((f"on another rank: {p}" for p in problems if p), "")
-
-
-def _shapes_if_it_runs(model: nn.Module, run: Callable[[], torch.Tensor]) -> Shapes:
-    """Among several ranks a batch that one of them cannot run has to be known before they measure together:
-    it would leave the others waiting there."""
-    if ranks.several():
-        with untouched(model), torch.no_grad():
-            run()
-    return _shapes_seen(model, run)
-
-
-class _SeenError(Exception):
-    """Stops a forward whose inputs have been read."""
-
-
-def _shapes_seen(model: nn.Module, run: Callable[[], torch.Tensor]) -> Shapes:
-    """What the model is called with when the step runs."""
-    read, seen = shapes_of(model), []
-
-    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-        seen.append(read(args, kwargs))
-        raise _SeenError
-
-    put_back = remember_random_state()  # the step may draw before it calls the model
-    hook = model.register_forward_pre_hook(note, with_kwargs=True)
-    try:
-        run()
-    except _SeenError:
-        pass
-    finally:
-        hook.remove()
-        put_back()
-    if not seen:
-        raise InputError(
-            f"the step does not call {type(model).__name__} itself, so that the size of its inputs is not "
-            "seen; adaptive=True needs a step that calls the model"
-        )
-    return seen[0]
 
 
 @dataclass
@@ -216,7 +124,7 @@ class AdaptiveHandle(Handle):
         self._device = device_of(self.model)
         self._fitted = fitted.plan
         self._budget = fitted.plan.budget_bytes
-        self._chart, self._family, notes = _chart_and_family(measured, fitted.plan)
+        self._chart, self._family, notes = chart_and_family(measured, fitted.plan)
         self._fitted_size = self._place_of(measured.knots[0].shapes)
         predicted = simulate(fitted.plan.profile, fitted.plan.choices).peak_bytes
         self._over = max(fitted.plan.predicted_peak_bytes - predicted, 0)  # what `fit` saw beyond that
@@ -645,24 +553,6 @@ class AdaptiveHandle(Handle):
         else:
             wider = None if self._notch == 1 or self._limit is None else int(self._limit / _NOTCH)
             self._set_limit("loosened", self._notch - 1, wider, why)
-
-
-def _chart_and_family(measured: Measured, fitted: Plan) -> tuple[Chart, Family, tuple[str, ...]]:
-    """All sizes if they go together, otherwise the fitted one alone."""
-    knots = measured.knots
-    alone = Family((1,), (fitted.profile,))
-    chart = Chart.of([knot.shapes for knot in knots])
-    single = Chart((knots[0].shapes,))
-    if chart is None:
-        return single, alone, ("the sizes that were measured do not lie on one line: only one is used",)
-    if len(chart.shapes) == 1:
-        return single, alone, ("no other size could be measured: smaller ones run as the fitted one does",)
-    by_shapes = {knot.shapes: knot.profile for knot in reversed(knots)}  # of equal ones, the fitted one
-    try:
-        made = family([(size, by_shapes[s]) for size, s in zip(chart.sizes, chart.shapes, strict=True)])
-    except MisfitError as error:
-        return single, alone, (f"the step is another one at other sizes: {error}",)
-    return chart, made, made.notes
 
 
 def _elements(shapes: Shapes) -> int:

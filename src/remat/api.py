@@ -14,7 +14,7 @@ from torch import nn
 
 from remat import ranks
 from remat._torch_private import compiler_problem, partitioner_problem
-from remat.adaptive import AdaptiveHandle, measure_sizes
+from remat.adaptive import AdaptiveHandle
 from remat.check import verify as check_verify
 from remat.check.chance import SeededRun
 from remat.check.peak import release_cached, step_peak
@@ -37,6 +37,7 @@ from remat.run.recover import remembered_bytes
 from remat.run.region import PlannedRegion
 from remat.run.wrap import wrapped
 from remat.show.progress import showing
+from remat.sizing import measure_sizes
 from remat.trace.discover import find_blocks
 from remat.trace.sizes import smaller_batches
 from remat.units import format_bytes, parse_bytes

@@ -73,7 +73,8 @@ TARGETS: dict[str, tuple[Target, ...]] = {
 
 @dataclass(frozen=True)
 class Judged:
-    """One peer, and the fastest of ours at its peak or below. `rival` is "" where none of ours is so low."""
+    """One peer, and the fastest of ours at its peak or below. `rival` is "" where none of ours is so low.
+    `tied`: the times differ by less than the larger of their spreads, and another run may say otherwise."""
 
     peer: str
     share: float
@@ -82,6 +83,7 @@ class Judged:
     rival_share: float | None
     rival_time: float | None
     ahead: bool
+    tied: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,9 @@ def _judge(peer: Row, rows: Sequence[Row]) -> Judged:
     found = fastest_within(rivals_of(peer, rows), _share(peer))
     name, share, time = _figures(found)
     ahead = time is not None and time <= _time(peer)
-    return Judged(peer.label, _share(peer), _time(peer), name, share, time, ahead)
+    noise = max(peer.spread or 0.0, (found.spread or 0.0) if found else 0.0) * _time(peer)
+    tied = time is not None and abs(time - _time(peer)) < noise
+    return Judged(peer.label, _share(peer), _time(peer), name, share, time, ahead, tied)
 
 
 def _reach(peers: Sequence[Row], rows: Sequence[Row]) -> Reach:
@@ -200,7 +204,8 @@ def lines_of(found: Verdict) -> str:
             else "nothing so low"
         )
         sign = "ahead " if each.ahead else "BEHIND"
-        lines.append(f"{sign} of {each.peer} {each.time:.3f}x at {each.share:.3f}: {against}")
+        tied = ", within the spread" if each.tied else ""
+        lines.append(f"{sign} of {each.peer} {each.time:.3f}x at {each.share:.3f}: {against}{tied}")
     reach = found.reach
     if reach.rival_share is not None:
         beside = "no peer" if reach.peer_share is None else f"{reach.peer} {reach.peer_share:.3f}"

@@ -111,8 +111,8 @@ class LowRank(nn.Module):
         self.scale = 2.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        base: torch.Tensor = self.base(x)
-        return base + self.up(self.down(x)) * self.scale
+        out: torch.Tensor = self.base(x) + self.up(self.down(x)) * self.scale
+        return out
 
 
 def lora(job: Job, rank: int) -> Job:

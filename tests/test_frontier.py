@@ -59,6 +59,14 @@ def test_a_slower_step_at_the_peers_peak_is_behind(bench):
     )
 
 
+def test_times_within_the_spread_are_called_so(bench):
+    peer = row(bench, "selective", 0.5, 1.05, spread=0.02)
+    near, far = (row(bench, "remat", 0.5, time, ours=True, spread=0.001) for time in (1.06, 1.08))
+    assert bench["verdict"].verdict([peer, near]).peers[0].tied
+    assert "within the spread" in bench["verdict"].lines_of(bench["verdict"].verdict([peer, near]))
+    assert not bench["verdict"].verdict([peer, far]).peers[0].tied
+
+
 def test_a_peer_that_none_of_ours_reaches_is_unmatched(bench):
     rows = [row(bench, "offload", 0.15, 3.0), row(bench, "remat 0.5", 0.5, 1.0, ours=True)]
     found = bench["verdict"].verdict(rows)

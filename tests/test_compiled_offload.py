@@ -22,8 +22,10 @@ from torch._functorch import config as functorch_config
 import remat
 from models import Case, MlpBlock, squared
 from reference import SEED, assert_same, step
+from remat import compiling
 from remat._torch_private import compiled_node, storage_ref
 from remat.compiling import chosen_sets, moving, set_seconds
+from remat.errors import CaptureError
 from remat.planner.link import host_bytes, window_bytes
 from remat.planner.program import actions
 from remat.planner.schedule import make_plan
@@ -300,6 +302,27 @@ def test_moving_sends_about_what_the_link_carries() -> None:
                 assert sent.nbytes == one.host_bytes
                 assert len(sent.inputs) + len(sent.ranks) == len(one.offloaded)
         assert outgoing(joint.graph, recipe) is None
+
+
+def test_what_lies_otherwise_than_planned_stays_and_the_rest_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a graph holds other bytes than its records say (padded strides), small tensors are left out."""
+    real = compiling._bench_moving
+    tried = []
+
+    def refusing(kind: Any, *args: Any, **options: Any) -> Any:
+        recipe = args[-1]
+        tried.append(recipe)
+        if any(kind.graph.storages[s].nbytes < 4000 for s in recipe.offloaded):
+            raise CaptureError("it holds other bytes")
+        return real(kind, *args, **options)
+
+    monkeypatch.setattr("remat.compiling._bench_moving", refusing)
+    case = stack(layers=2)
+    found = profile(case, case.model, allow=ALL)
+    sent = [e.recipe for e in found.kinds[0].menu if e.host_bytes]
+    assert sent
+    assert len(sent) < len(tried)
+    assert "not all of it can wait on the host: it holds other bytes" in found.kinds[0].note
 
 
 def test_with_the_host_a_faster_set_takes_the_place_of_the_smallest() -> None:

@@ -10,7 +10,7 @@ that needs no other compiled code.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -50,6 +50,7 @@ _LEVELS = 12  # shares of the joint graph's saved bytes that a saved set is soug
 _WINDOWS = (0.5, 1.0, 1.5, 2.0)  # of what the link carries behind one block, sent away by one
 _ON_ITS_WAY = 0.1  # of the bytes on the host, as they weigh on the device on average
 _NOTHING_GAINED = 0.02  # of the largest saved set's weight: a slower set must be lighter by more
+_SMALL = 0.05  # of the bytes that one block sends
 _SMALLEST = 0.005  # of a saved set's bytes: smaller tensors are not worth a copy of their own
 
 
@@ -382,28 +383,32 @@ def _with_offload(
     for entry in kind.menu:
         if entry.mode is not Mode.COMPILED or entry.recipe is None:
             continue
-        for recipe in moving(kind.graph, entry.recipe, hidden):
-            try:
-                stays = staying[entry.recipe]
-                measured = _bench_moving(
-                    kind,
-                    species,
-                    inputs,
-                    device,
-                    host,
-                    recipe,
-                    timed=device.type == "cuda" and stays.launch_bound,
-                )
-            except CaptureError as error:
-                problem = problem or str(error)
-                continue
-            extra = entry.extra_seconds
-            if measured.host_seconds:
-                extra += max(measured.host_seconds - stays.host_seconds, 0.0)
-            made = make_entry(Mode.COMPILED, measured, extra, kind.graph, places, recipe)
-            entries.append(replace(made, gradient_gap=entry.gradient_gap))
+        stays = staying[entry.recipe]
+        timed = device.type == "cuda" and stays.launch_bound
+        for wanted in moving(kind.graph, entry.recipe, hidden):
+            for recipe in _attempts(kind.graph, wanted):
+                try:
+                    measured = _bench_moving(kind, species, inputs, device, host, recipe, timed=timed)
+                except CaptureError as error:
+                    problem = problem or str(error)
+                    continue
+                extra = entry.extra_seconds
+                if measured.host_seconds:
+                    extra += max(measured.host_seconds - stays.host_seconds, 0.0)
+                made = make_entry(Mode.COMPILED, measured, extra, kind.graph, places, recipe)
+                entries.append(replace(made, gradient_gap=entry.gradient_gap))
+                break
     note = f"{kind.note}; not all of it can wait on the host: {problem}" if problem else kind.note
     return replace(kind, menu=_sorted(entries), note=note)
+
+
+def _attempts(graph: RegionGraph, recipe: Recipe) -> Iterator[Recipe]:
+    """The recipe; if the graph holds other bytes than it says, the same without its small tensors, such as
+    attention's statistics, whose layout is the kernel's own."""
+    yield recipe
+    large = [s for s in recipe.offloaded if graph.storages[s].nbytes > _SMALL * recipe.host_bytes]
+    if 0 < len(large) < len(recipe.offloaded):
+        yield finish(graph, recipe.kept, large)
 
 
 def _bench_moving(

@@ -33,6 +33,7 @@ from remat.check.step import tensors_of
 from remat.compiling import chosen_sets, internal_bytes, set_seconds
 from remat.errors import InputError, PlanError
 from remat.planner.schedule import make_plan
+from remat.profiling import _as_in_steps
 from remat.records import Mode, Plan, Role
 from remat.run import compiled
 from remat.run.compiled import decompiled, is_compiled, probe, saved_bytes
@@ -783,6 +784,19 @@ def test_inductor_fit(monkeypatch: Any) -> None:
         for name, tensor in expected.items():
             torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5)
         assert _held_bytes(case, case.model, handle) == _planned_bytes(handle.plan)
+
+
+def test_eager_entries_cost_what_whole_steps_say() -> None:
+    """The same step, timed with eager and with compiled blocks: what they disagree about goes to the eager
+    entries, so that both predictions are those of steps that ran."""
+    case = stack(layers=4)
+    found = profile(case, case.model)
+    shifted = _as_in_steps(found.kinds, found.calls, gap_seconds=0.004)
+    for before, after in zip(found.kinds[0].menu, shifted[0].menu, strict=True):
+        more = 0.0 if before.mode is Mode.COMPILED else 0.001
+        assert after.extra_seconds == pytest.approx(before.extra_seconds + more)
+    least = _as_in_steps(found.kinds, found.calls, gap_seconds=-1e9)
+    assert min(entry.extra_seconds for entry in least[0].menu) == 0
 
 
 # ------------------------------------------------------------------------------------------ the benchmark

@@ -157,9 +157,11 @@ def build_profile(request: Request, progress: Progress) -> Profile:
             )
         release_cached(device)
         progress("measuring a step")
-        segments, seconds = _fastest_step(request, blocks, found, kinds, device)
+        segments, seconds, eager = _fastest_step(request, blocks, found, kinds, device)
         chunks = _chunked_step(request, blocks, found, kinds, device, progress) if request.chunk else None
     calls = tuple(region_call(sighting) for sighting in found.sightings)
+    if device.type == "cuda":  # a host's timings are too noisy for that
+        kinds = _as_in_steps(kinds, calls, eager - seconds)
     return Profile(
         model=type(model).__name__,
         fingerprint=fingerprint(model),
@@ -207,24 +209,46 @@ def _hosting(
     return None
 
 
-def _without(extra: float, seconds: float) -> float:
-    """The fastest step's seconds from the frugal one's. Recomputing all takes a third; timings are noisy."""
-    return seconds - min(extra, 0.5 * seconds)
+def _without(extra: float, seconds: float, most: float = 0.5) -> float:
+    """The fastest step's seconds from the frugal one's. Recomputing all takes a third, running eagerly what
+    can be compiled may take most; timings are noisy."""
+    return seconds - min(extra, most * seconds)
 
 
 def _fastest_step(
     request: Request, blocks: Sequence[Block], found: Survey, kinds: Sequence[Kind], device: torch.device
-) -> tuple[tuple[Segment, ...], float]:
+) -> tuple[tuple[Segment, ...], float, float]:
     """Timeline of the step with every region recomputed as a whole, and seconds of the step with every region
-    in its fastest entry: those of a frugal step, less what its regions take longer."""
+    in its fastest entry: those of a frugal step, less what its regions take longer. Last, the same seconds as
+    a step with eager regions has them."""
     segments, seconds = _whole_step(request, blocks, found, device)
-    timed = [kind.menu[kind.reference] for kind in kinds]
+    references = [kind.menu[kind.reference] for kind in kinds]
+    eager = _without(_extra_of(references, found), seconds, 0.9 if request.compiler else 0.5)
     if any(kind.compiler for kind in kinds):  # the eager step says little of one that is compiled
         sets = [kind.menu[_timed_entry(kind)] for kind in kinds]
         paced = _compiled_seconds(request, blocks, found, kinds, sets)
         if ranks.all_of(paced is not None) and paced is not None:
-            timed, seconds = sets, ranks.agree(paced)
-    return segments, _without(sum(timed[s.species].extra_seconds for s in found.sightings), seconds)
+            compiled = _without(_extra_of(sets, found), ranks.agree(paced))
+            return segments, compiled, eager
+    return segments, eager, eager
+
+
+def _extra_of(entries: Sequence[Entry], found: Survey) -> float:
+    return sum(entries[sighting.species].extra_seconds for sighting in found.sightings)
+
+
+def _as_in_steps(kinds: Sequence[Kind], calls: Sequence[RegionCall], gap_seconds: float) -> list[Kind]:
+    """Compiled kinds with eager entries that are dearer by the gap, shared out over their calls: by how much
+    steps with eager and with compiled blocks disagree about the seconds of the fastest step. Blocks alone do
+    not tell: compiled ones take longer in a step than by themselves, eager ones hardly."""
+    share = gap_seconds / max(sum(bool(kinds[call.kind].compiler) for call in calls), 1)
+
+    def shifted(entry: Entry) -> Entry:
+        if entry.mode is Mode.COMPILED:
+            return entry
+        return replace(entry, extra_seconds=max(entry.extra_seconds + share, 0.0))
+
+    return [replace(kind, menu=tuple(map(shifted, kind.menu))) if kind.compiler else kind for kind in kinds]
 
 
 def _compiled_seconds(
@@ -283,7 +307,7 @@ def _chunked_step(
         return None
     progress("measuring a step with head and loss in chunks")
     with chunk_head(request.model, head=head[0]) as handle:
-        segments, seconds = _fastest_step(request, blocks, found, kinds, device)
+        segments, seconds, _ = _fastest_step(request, blocks, found, kinds, device)
         if not handle.counts.losses or handle.counts.materialised:
             return None
     return HeadChunks(head[0], segments, seconds)

@@ -495,7 +495,7 @@ def test_more_tensors_than_one_launch_takes(way: Callable[..., Probes]) -> None:
     tensors = [torch.arange(40.0 + n) for n in range(19)]
     where = way({place: layout_of(tensor) for place, tensor in enumerate(tensors) if place != 4}, CPU)
     for wrong in (None, 0, 7, 8, 18):
-        check = SpotCheck(tensors, where, str, phase=1, whole=False)
+        check = SpotCheck(tensors, where, str, phase=1)
         for place, tensor in enumerate(tensors):
             if place != 4:
                 check.see(place, tensor + 1 if place == wrong else tensor)
@@ -505,7 +505,7 @@ def test_more_tensors_than_one_launch_takes(way: Callable[..., Probes]) -> None:
 
 def test_a_tensor_that_is_rebuilt_with_other_strides(way: Callable[..., Probes]) -> None:
     tensor = torch.randn(6, 50)
-    check = SpotCheck([tensor], way({0: layout_of(tensor)}, CPU), str, phase=5, whole=False)
+    check = SpotCheck([tensor], way({0: layout_of(tensor)}, CPU), str, phase=5)
     check.see(0, tensor.t().contiguous().t())
     assert check.describe() is None
 
@@ -565,7 +565,7 @@ def test_samples_lie_inside_the_tensor(
 def test_a_conjugated_tensor_can_be_sampled() -> None:
     memory = torch.randn(4, 4, dtype=torch.complex64)
     for error in (0, 1, 1j):
-        check = SpotCheck([memory.conj()], probes({0: layout_of(memory)}, CPU), str, phase=0, whole=True)
+        check = SpotCheck([memory.conj()], probes({0: layout_of(memory)}, CPU), str, phase=0, whole=[0])
         check.see(0, (memory + error).conj())
         assert check.describe() == ("0" if error else None), "the checksum sees both parts"
 
@@ -575,7 +575,7 @@ def test_a_checksum_does_not_depend_on_where_the_memory_begins(way: Callable[...
     for dtype in (torch.float32, torch.bfloat16, torch.uint8, torch.bool):
         memory = torch.arange(34).remainder(5).to(dtype)
         tensor = memory[1:33]
-        check = SpotCheck([tensor], way({0: layout_of(tensor)}, CPU), str, phase=0, whole=True)
+        check = SpotCheck([tensor], way({0: layout_of(tensor)}, CPU), str, phase=0, whole=[0])
         check.see(0, tensor.clone())
         assert check.describe() is None
         check.see(0, ~tensor if dtype is torch.bool else tensor + 1)
@@ -638,7 +638,7 @@ def test_different_dtypes_in_one_check(way: Callable[..., Probes]) -> None:
     ]
     where = way({place: layout_of(tensor) for place, tensor in enumerate(tensors)}, CPU)
     for wrong in (None, 0, 1, 2, 3):
-        check = SpotCheck(tensors, where, str, phase=3, whole=False)
+        check = SpotCheck(tensors, where, str, phase=3)
         for place, tensor in enumerate(tensors):
             changed = ~tensor if tensor.dtype is torch.bool else tensor + 1
             check.see(place, changed if place == wrong else tensor)

@@ -348,6 +348,29 @@ def test_a_launch_without_detours() -> None:
     launch(3, 6, 8, 9)
     assert compiled.launched == [(0, 5, (1, 2)), (3, 6, (8, 9))]
     assert private.direct_launch(object(), 5) is None
+
+    class Inside:
+        """With a C function behind it; a kernel that wants memory does not get past `__call__`."""
+
+        global_scratch_size = profile_scratch_size = launch_cooperative_grid = launch_pdl = 0
+
+        def __init__(self) -> None:
+            self.launched: list[Any] = []
+
+        def launch(self, x: int, y: int, z: int, stream: int, function: int, cooperative: int, pdl: int,
+                   scratch: Any, profile: Any, metadata: Any, a: Any, b: Any, c: Any,
+                   *arguments: Any) -> None:  # fmt: skip
+            rest = (y, z, function, cooperative, pdl, scratch, profile, metadata, a, b, c)
+            assert rest == (1, 1, 7, 0, 0, None, None, (1, 2), None, None, None)
+            self.launched.append((x, stream, arguments))
+
+    compiled.run = inside = Inside()  # type: ignore[assignment, method-assign]
+    launch = private.direct_launch(compiled, 5, 1)
+    assert launch is not None
+    launch(3, 6, 8)
+    assert inside.launched == [(0, 5, (1,)), (3, 6, (8,))]
+    inside.global_scratch_size = 8
+    assert private.direct_launch(compiled, 5, 1) is None, "it cannot be called here"
     compiled.run = lambda grid, stream: None  # type: ignore[assignment, method-assign]
     assert private.direct_launch(compiled, 5) is None
 

@@ -146,11 +146,31 @@ def direct_launch(compiled: Any, stream: int, *trial: Any) -> Callable[..., None
     without asking for device, stream and hooks each time. Arguments must be such as it was compiled for;
     tensors may be given as addresses. Tried with `trial` and no programs; None if Triton has it otherwise.
     """
-    try:
-        run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-        run(0, 1, 1, stream, function, metadata, None, None, None, *trial)
-    except (AttributeError, TypeError):
-        return None
+    for find in (_innermost_launch, _inner_launch):
+        try:
+            launch = find(compiled)
+            launch(0, stream, *trial)
+        except (AttributeError, TypeError):
+            continue
+        return launch
+    return None
+
+
+def _innermost_launch(compiled: Any) -> Callable[..., None]:
+    """Triton's C function, for kernels that need no memory of their own."""
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    if run.global_scratch_size or run.profile_scratch_size:
+        raise AttributeError("it wants memory")
+    c_launch, options = run.launch, (run.launch_cooperative_grid, run.launch_pdl, None, None)
+
+    def launch(programs: int, stream: int, *arguments: Any) -> None:
+        c_launch(programs, 1, 1, stream, function, *options, metadata, None, None, None, *arguments)
+
+    return launch
+
+
+def _inner_launch(compiled: Any) -> Callable[..., None]:
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
 
     def launch(programs: int, stream: int, *arguments: Any) -> None:
         run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)

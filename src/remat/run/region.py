@@ -310,8 +310,14 @@ class PlannedRegion:
             program.probes,
             self._report(program),
             phase=number,
-            whole=self.turns > 0 and self.counts.steps % self.turns == self.turn,
+            whole=self._summed_up(program.probes.places),
         )
+
+    def _summed_up(self, places: Sequence[int]) -> tuple[int, ...]:
+        """Those of the tensors looked at whose checksum this step takes: one, if it is this region's turn."""
+        if not self.turns or self.counts.steps % self.turns != self.turn:
+            return ()
+        return (places[self.counts.steps // self.turns % len(places)],)
 
     def _report(self, program: Program) -> Callable[[int], str]:
         def sentence(place: int) -> str:

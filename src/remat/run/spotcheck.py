@@ -3,8 +3,9 @@
 A Python number that is baked into a recipe (a temperature, a drop-path rate) may change between steps
 without any shape changing. So a few elements of dropped tensors are kept and compared with the replayed ones,
 on the device: of as many tensors as it takes for every replayed operation to lie behind one of them. And one
-region per step, in turn, compares a checksum over all bits of those tensors. The result is read once, when
-backward ends: loss.backward() itself raises, before an optimizer can use the gradients.
+region per step, in turn, compares a checksum over all bits of one of those tensors, in turn as well. The
+result is read once, when backward ends: loss.backward() itself raises, before an optimizer can use the
+gradients.
 """
 
 from __future__ import annotations
@@ -45,15 +46,21 @@ class SpotCheck:
     __slots__ = ("_backward", "_found", "_nan", "_report", "_running", "_samples", "_sums")
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], probes: Probes, report: Report, *, phase: int, whole: bool
+        self,
+        tensors: Sequence[torch.Tensor],
+        probes: Probes,
+        report: Report,
+        *,
+        phase: int,
+        whole: Sequence[int] = (),
     ) -> None:
-        """Sample those of the dropped tensors that `probes` names. `phase` moves the samples, `whole` takes
-        checksums of them too."""
+        """Sample those of the dropped tensors that `probes` names. `phase` moves the samples; of the places
+        in `whole` checksums are taken, too."""
         self._report = report
         self._backward = -2  # the pass that is looked at: with retain_graph there may be several
         self._running: _Pass | None = None
         self._samples = probes.expect(tensors, phase)
-        self._sums = {place: _checksum(tensors[place]) for place in probes.places} if whole else {}
+        self._sums = {place: _checksum(tensors[place]) for place in whole}
         self._found: dict[int, torch.Tensor] = {}  # checksums, too
         self._nan: dict[int, torch.Tensor] = {}  # sums that are NaN if the tensor has one
 
@@ -65,7 +72,7 @@ class SpotCheck:
             self._backward = backward
             self._running = _expect(self, backward)
         self._samples.see(place, tensor)
-        if self._sums:
+        if place in self._sums:
             self._found[place] = _checksum(tensor)
             if tensor.is_floating_point():  # the bits of a NaN are the device's own
                 self._nan[place] = tensor.sum(dtype=torch.float32 if tensor.element_size() < 4 else None)

@@ -29,15 +29,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._functorch.config
-from gauge import clean, seconds_of, synchronize
-from peers import compiled_alone, forwards
+from gauge import clean, peak_of, seconds_of, synchronize
+from peers import compiled_alone, forwards, stock_budget
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from workloads import CUDA, DEVICE, Job, gpt2, llama, vit
+from workloads import CUDA, Job, gpt2, llama, vit
 
 import remat
-from remat.check.live import Meter
 from remat.codec import to_json
 from remat.trace.discover import find_blocks
 
@@ -59,13 +57,6 @@ WORKLOADS: dict[str, Callable[[], Job]] = {
     "tiny-gpt2": lambda: gpt2(3, 64, 4, 256, 4, 64),
 }
 LAUNCH_BOUND_SHARE = 0.6  # of torch.compile's own peak
-
-
-# ------------------------------------------------------------------------------------------------ peers
-
-
-def stock_budget(budget: float) -> Any:
-    return torch._functorch.config.patch(activation_memory_budget=budget)
 
 
 # ---------------------------------------------------------------------------------------------- the race
@@ -120,6 +111,7 @@ class Race:
                 synchronize()
                 first = time.perf_counter() - begin
                 self.step()
+                clean()
                 peak = peak_of(self.step)
                 self.times[method.label] = [seconds_of(self.step) for _ in range(2)]
         except Exception as error:
@@ -312,18 +304,6 @@ class Race:
         self.result["seconds"] = time.perf_counter() - self.begin
         self._write(self.result)
         return self.result
-
-
-def peak_of(step: Callable[[], None]) -> int:
-    """The activation peak: above what is resident, parameters and gradients included."""
-    clean()
-    with Meter(DEVICE) as meter:
-        meter.synchronize()
-        start = meter.current_bytes()
-        meter.reset_peak()
-        step()
-        meter.synchronize()
-        return meter.peak_bytes() - start
 
 
 def main() -> None:

@@ -17,7 +17,17 @@ from workloads import CUDA, DEVICE
 from remat.check.live import Meter
 from remat.trace.price import cuda_event
 
-__all__ = ["COST_UNIT", "Counter", "Reading", "clean", "read", "seconds_of", "spread_of", "synchronize"]
+__all__ = [
+    "COST_UNIT",
+    "Counter",
+    "Reading",
+    "clean",
+    "peak_of",
+    "read",
+    "seconds_of",
+    "spread_of",
+    "synchronize",
+]
 
 COST_UNIT = "seconds" if CUDA else "floating-point operations, counted"
 Step = Callable[[], None]
@@ -82,6 +92,18 @@ def _read_counted(step: Step) -> Reading:
     with Counter() as counter:
         step()
     return Reading(peak, float(counter.flops), counter.operations)
+
+
+def peak_of(step: Step) -> int:
+    """The activation peak: above what is resident, parameters and gradients included."""
+    gc.collect()
+    with Meter(DEVICE) as meter:
+        meter.synchronize()
+        start = meter.current_bytes()
+        meter.reset_peak()
+        step()
+        meter.synchronize()
+        return meter.peak_bytes() - start
 
 
 def seconds_of(step: Step) -> float:

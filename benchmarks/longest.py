@@ -3,9 +3,10 @@
     PYTHONPATH=src python benchmarks/frontier.py --longest --cap 16GiB --limit 300 --out longest.json
 
 One sequence of the 1.3B Llama shape, parameters and gradients resident. A length counts if forward and
-backward ran. Lengths are doubled, guessed by the line through the bytes of the last two, and bracketed to a
-tenth. `--cap` gives the process less than the whole card: longer contexts take minutes per step.
-Without an accelerator a small model runs against a limit on live bytes.
+backward ran, and is too long if memory ran out; whatever else goes wrong says nothing about lengths, and the
+method then has none. Lengths are doubled, guessed by the line through the bytes of the last two, and
+bracketed to a tenth. `--cap` gives the process less than the whole card: longer contexts take minutes per
+step. Without an accelerator a small model runs against a limit on live bytes.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import remat
 from remat.check.live import LiveBytes
 from remat.check.step import tensors_of
 from remat.records import Action
+from remat.run.recover import is_out_of_memory
 from remat.units import format_bytes, parse_bytes
 
 __all__ = ["Found", "Trial", "longest", "search"]
@@ -42,22 +44,26 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Trial:
-    """`needed_bytes`: the peak, or for remat the least it can do; None where that is not known."""
+    """`needed_bytes`: the peak, or for remat the least it can do; None where that is not known. `broken`: the
+    step failed for another reason than memory, `why`."""
 
     length: int
     fits: bool
     needed_bytes: int | None = None
     seconds: float | None = None
     why: str = ""
+    broken: bool = False
 
 
 @dataclass(frozen=True)
 class Found:
-    """`below`: the shortest length that did not train; None if none was seen (then `length` is a bound)."""
+    """`below`: the shortest length that did not train; None if none was seen (then `length` is a bound).
+    `why`: what else than memory stopped the search; there is no length then."""
 
-    length: int
+    length: int | None
     below: int | None
     trials: tuple[Trial, ...]
+    why: str = ""
 
 
 def search(
@@ -73,6 +79,8 @@ def search(
     length = start
     while not late():
         trials.append(trial(length))
+        if trials[-1].broken:
+            return Found(None, None, tuple(trials), f"failed at {length} tokens: {trials[-1].why}")
         if trials[-1].fits:
             low = max(low, length)
         else:
@@ -154,7 +162,7 @@ def peer_trial(
     try:
         peak, seconds = step_once(here, card, method(here))
     except Exception as error:
-        found = failed(length, error)
+        found = failed(length, error, is_out_of_memory(error))
     else:
         found = Trial(length, True, peak, seconds)
     settle(here)
@@ -162,21 +170,19 @@ def peer_trial(
 
 
 def remat_trial(job: Job, card: Card, compiler: str | bool, length: int) -> Trial:
-    """Profile, plan for the capacity, run a step. Short lengths are known to fit by their plan alone."""
+    """Profile, plan for the capacity, run a step."""
     here, needed = at_length(job, length), None
     budget = int(card.capacity_bytes * (1 - ROOM))
     try:
         profile = remat.profile(here.model, here.batch, accumulate=True, allow=ACTIONS, compile=compiler)
         needed = least_of(profile)
         plan = remat.plan(profile, budget, allow=ACTIONS)
-        if length <= 2 * card.start:
-            found = Trial(length, True, needed, None, "planned")
-        else:
-            clean()
-            _, seconds = step_once(here, card, remat.apply(here.model, plan))
-            found = Trial(length, True, needed, seconds)
+        clean()
+        _, seconds = step_once(here, card, remat.apply(here.model, plan))
+        found = Trial(length, True, needed, seconds)
     except Exception as error:
-        found = replace(failed(length, error), needed_bytes=needed)
+        too_long = isinstance(error, remat.BudgetError) or is_out_of_memory(error)
+        found = replace(failed(length, error, too_long), needed_bytes=needed)
     settle(here)
     return found
 
@@ -189,9 +195,9 @@ def least_of(profile: remat.Profile) -> int:
         return error.needed
 
 
-def failed(length: int, error: Exception) -> Trial:
+def failed(length: int, error: Exception, too_long: bool) -> Trial:
     text = " ".join(str(error).split())
-    return Trial(length, False, why=f"{type(error).__name__}: {text}"[:200])
+    return Trial(length, False, why=f"{type(error).__name__}: {text}"[:200], broken=not too_long)
 
 
 def at_length(job: Job, length: int) -> Job:
@@ -297,7 +303,7 @@ def default_capacity(job: Job) -> int:
 
 def line_of(name: str, result: Result) -> str:
     found = result["methods"][name]
-    if "why" in found:
+    if found.get("why"):
         return f"{name}: {found['why']}"
     above = f", {found['below']} does not train" if found["below"] else ", no length failed"
     return f"{name}: {found['length']} tokens{above} ({len(found['trials'])} trials)"

@@ -21,7 +21,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import date
 from functools import partial
@@ -29,8 +29,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from recipes import CUDA, DEVICE, SHAPES, Shape, build, peak_of, race
+from gauge import peak_of
+from recipes import SHAPES, Shape, build, race
 from torch.autograd.graph import save_on_cpu
+from workloads import CUDA, DEVICE
 
 import remat
 from remat.planner.link import host_bytes, window_bytes
@@ -165,11 +167,6 @@ class Planned:
             engine.close()
 
 
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
 # ------------------------------------------------------------------------------------------------- gradients
 
 
@@ -193,8 +190,8 @@ def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> Result
 
 def compare_gradients(model: torch.nn.Module, batch: Any, plans: dict[str, Plan], planned: Planned) -> Result:
     """Each plan against the plain step, and that against itself."""
-    plain = gradients(model, batch, _nothing)
-    rows = {"plain, again": difference(plain, gradients(model, batch, _nothing))}
+    plain = gradients(model, batch, nullcontext)
+    rows = {"plain, again": difference(plain, gradients(model, batch, nullcontext))}
     for label, plan in plans.items():
         found = gradients(model, batch, partial(planned.with_link, f"{label} (gradients)", plan))
         rows[label] = difference(plain, found)
@@ -242,7 +239,7 @@ def llama(name: str, rounds: int, out: Out) -> None:
     plans = plans_of(profile, plain_peak, peak)
     window = window_plan(profile)
     planned = Planned(model)
-    methods: dict[str, Callable[[], Any]] = {"plain": _nothing}
+    methods: dict[str, Callable[[], Any]] = {"plain": nullcontext}
     for label, plan in plans.items():
         methods[label] = partial(planned.with_link, label, plan)
         if host_bytes(plan.profile, plan.choices):

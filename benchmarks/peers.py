@@ -25,7 +25,18 @@ from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from workloads import CUDA, Job
 
-__all__ = ["COMPILED", "EAGER", "Absent", "Method", "compiled_alone", "forwards", "peers"]
+__all__ = [
+    "COMPILED",
+    "EAGER",
+    "Absent",
+    "Method",
+    "compiled_alone",
+    "forwards",
+    "peers",
+    "selective",
+    "stock_budget",
+    "switch",
+]
 
 STOCK_BUDGETS = (1.0, 0.5, 0.25, 0.0)
 LOSS_ROWS = 2048  # of a chunk of the chunked loss

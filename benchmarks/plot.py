@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from verdict import TARGETS, Row, lines_of, verdict
+from verdict import TARGETS, Row, Target, lines_of, share_of, time_of, verdict
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -42,6 +42,7 @@ class Panel:
     environment: dict[str, Any]
     rows: tuple[Row, ...]
     measured_base: bool
+    targets: tuple[Target, ...] = ()
 
 
 def panels_of(files: Iterable[Path]) -> list[Panel]:
@@ -55,7 +56,8 @@ def panels_of(files: Iterable[Path]) -> list[Panel]:
             name = path.stem if path.stem.endswith(workload) else f"{path.stem}-{workload}"
             rows = tuple(Row.from_json(row) for row in result["rows"])
             base = bool((result.get("base") or {}).get("measured", False))
-            found.append(Panel(name, workload, result["about"], result["environment"], rows, base))
+            targets = TARGETS.get(workload, ()) if result.get("size") == "full" else ()
+            found.append(Panel(name, workload, result["about"], result["environment"], rows, base, targets))
     return found
 
 
@@ -91,9 +93,9 @@ PEERS = {  # series by group of methods
 
 def option_of(panel: Panel, colours: Colours) -> Option:
     """ECharts' option: remat as lines, peers as labelled points."""
-    drawn = [row for row in panel.rows if row.measured and _time(row) <= SLOWEST]
-    left_out = [row for row in panel.rows if row.measured and _time(row) > SLOWEST and not row.ours]
-    times = [*(_time(row) for row in drawn), 1.0]
+    drawn = [row for row in panel.rows if row.measured and time_of(row) <= SLOWEST]
+    left_out = [row for row in panel.rows if row.measured and time_of(row) > SLOWEST]
+    times = [*(time_of(row) for row in drawn), 1.0]
     frame = Frame(_floor(min(times) - 0.03), _floor(max(times)) + 0.1)
     lines = {
         ("remat", colours.eager): _best(row for row in drawn if row.ours and not row.compiled),
@@ -115,8 +117,8 @@ def option_of(panel: Panel, colours: Colours) -> Option:
             "nameLocation": "middle", "nameTextStyle": small,
             "splitLine": {"lineStyle": {"color": colours.line}}, "axisLabel": small}  # fmt: skip
     where = panel.environment
-    note = "".join(f"; {row.label} {_time(row):.1f}x at {row.share:.2f} is not drawn" for row in left_out)
-    base = "" if panel.measured_base else "; the plain step does not fit, and is predicted"
+    note = "".join(f"; {row.label} {time_of(row):.1f}x at {row.share:.2f} is not drawn" for row in left_out)
+    base = "" if panel.measured_base else "; the plain step was not measured, and is predicted"
     return {
         "backgroundColor": colours.paper, "animation": False,
         "textStyle": {"fontFamily": "DejaVu Sans, Segoe UI, Helvetica, Arial, sans-serif"},
@@ -147,14 +149,14 @@ class Frame:
 
     def at(self, row: Row) -> tuple[float, float]:
         left, right, top, bottom = MARGINS
-        x = left + _share(row) / HIGHEST * (WIDTH - left - right)
-        return x, top + (self.high - _time(row)) / (self.high - self.low) * (HEIGHT - top - bottom)
+        x = left + share_of(row) / HIGHEST * (WIDTH - left - right)
+        return x, top + (self.high - time_of(row)) / (self.high - self.low) * (HEIGHT - top - bottom)
 
     def places(self, peers: Sequence[Row], ours: Sequence[Row]) -> dict[str, str]:
         """A side of its point for each label, where it covers nothing if there is one."""
         taken = [_box(*self.at(row), 12.0, 12.0) for row in (*peers, *ours)]
         found: dict[str, str] = {}
-        for row in sorted(peers, key=_share):
+        for row in sorted(peers, key=share_of):
             x, y = self.at(row)
             wide = 6.4 * len(_short(row.label))
             sides = {
@@ -184,8 +186,8 @@ def _overlap(a: Box, b: Box) -> bool:
 def _best(rows: Iterable[Row]) -> list[Row]:
     """The frontier of ours: what is no faster at a higher peak than another of ours is not drawn."""
     best: list[Row] = []
-    for row in sorted(rows, key=_share):
-        if not best or _time(row) < _time(best[-1]):
+    for row in sorted(rows, key=share_of):
+        if not best or time_of(row) < time_of(best[-1]):
             best.append(row)
     return best
 
@@ -225,16 +227,6 @@ def _floor(value: float) -> float:
     return int(value * 10) / 10
 
 
-def _share(row: Row) -> float:
-    assert row.share is not None
-    return row.share
-
-
-def _time(row: Row) -> float:
-    assert row.time is not None
-    return row.time
-
-
 def draw(panels: Sequence[Panel], browser: Any) -> list[Path]:
     """SVG files of all panels, in both schemes."""
     sys.path.insert(0, str(ROOT / "scripts"))
@@ -272,15 +264,18 @@ def _section(panel: Panel) -> str:
         for scheme in SCHEMES:
             lines.append(f"![{panel.about}](pictures/{panel.name}-{scheme}.svg#only-{scheme})")
         lines.append("")
+    if not panel.measured_base:
+        why = "".join(f" ({row.reason})" for row in panel.rows if row.group == "plain" and row.reason)
+        lines += [f"**The plain step was not measured{why}: all ratios are to its prediction.**", ""]
     lines += ["| method | activation peak | time | spread |", "| --- | --- | --- | --- |"]
-    for row in sorted((row for row in panel.rows if row.measured), key=_share, reverse=True):
+    for row in sorted((row for row in panel.rows if row.measured), key=share_of, reverse=True):
         spread = "" if row.spread is None else f"{row.spread:.3f}"
         name = f"**{row.label}**" if row.ours else row.label
         lines.append(f"| {name} | {row.share:.3f} | {row.time:.3f} | {spread} |")
     absent = [row for row in panel.rows if not row.measured]
     if absent:
-        lines += ["", "Without figures: " + "; ".join(f"{row.label} ({row.why})" for row in absent) + "."]
-    found = lines_of(verdict(panel.rows, TARGETS.get(panel.workload, ())))
+        lines += ["", "Not measured: " + "; ".join(f"{row.label} ({row.reason})" for row in absent) + "."]
+    found = lines_of(verdict(panel.rows, panel.targets))
     return "\n".join([*lines, "", *(f"- {line}" for line in found.splitlines()), ""])
 
 
@@ -296,7 +291,7 @@ def _longest(found: dict[str, Any]) -> str:
         "| --- | --- | --- |",
     ]
     for name, each in found["methods"].items():
-        shown = f"{each['length']} | {each['below'] or ''}" if "length" in each else f"{each['why']} |"
+        shown = f"{each['why']} |" if each.get("why") else f"{each['length']} | {each['below'] or ''}"
         lines.append(f"| {name} | {shown} |")
     return "\n".join([*lines, ""])
 

@@ -10,13 +10,12 @@ On a machine without accelerator it runs small shapes and counts live bytes, so 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import random
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
@@ -24,19 +23,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from gauge import peak_of, seconds_of
+from peers import selective, switch
 from transformers import LlamaConfig, LlamaForCausalLM
+from workloads import CUDA, DEVICE, DTYPE, Job
 
 import remat
-from remat.check.live import Meter
 from remat.check.untouched import untouched
 from remat.codec import to_json
 from remat.planner.menu import recipes
 from remat.trace.discover import find_blocks
 from remat.trace.survey import survey
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
 Row = dict[str, Any]
 
 
@@ -68,21 +66,9 @@ def build(shape: Shape) -> tuple[LlamaForCausalLM, dict[str, torch.Tensor]]:
         max_position_embeddings=8192, attn_implementation="sdpa", use_cache=False,
     )  # fmt: skip
     with torch.device(DEVICE):
-        model = LlamaForCausalLM(config).to(torch.bfloat16 if CUDA else torch.float32).train()
+        model = LlamaForCausalLM(config).to(DTYPE).train()
     ids = torch.randint(0, shape.vocab, (shape.batch, shape.sequence), device=DEVICE)
     return model, {"input_ids": ids, "labels": ids}
-
-
-def peak_of(step: Callable[[], None]) -> int:
-    """The activation peak: above what is resident, parameters and gradients included."""
-    gc.collect()
-    with Meter(DEVICE) as meter:
-        meter.synchronize()
-        start = meter.current_bytes()
-        meter.reset_peak()
-        step()
-        meter.synchronize()
-        return meter.peak_bytes() - start
 
 
 def race(
@@ -99,7 +85,7 @@ def race(
                 step()
                 if label not in peaks:
                     peaks[label] = peak_of(step)
-                times[label] += [_seconds(step) for _ in range(runs)]
+                times[label] += [seconds_of(step) for _ in range(runs)]
     return {
         label: {
             "seconds": statistics.median(found),
@@ -110,63 +96,6 @@ def race(
         }
         for label, found in times.items()
     }
-
-
-def _seconds(step: Callable[[], None]) -> float:
-    if not CUDA:
-        begin = time.perf_counter()
-        step()
-        return time.perf_counter() - begin
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    step()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1e-3
-
-
-# ------------------------------------------------------------------------------------------------ peers
-
-
-def sac_policy(mode: str) -> Callable[[], Any]:
-    def contexts() -> Any:
-        seen = {"mm": 0}
-
-        def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-            name = str(op)
-            if "scaled_dot_product" in name:
-                return CheckpointPolicy.MUST_SAVE
-            if name in ("aten.mm.default", "aten.addmm.default") and mode != "attention":
-                key = "recompute" if ctx.is_recompute else "mm"
-                seen[key] = seen.get(key, 0) + 1
-                if mode == "all matmuls" or seen[key] % 2 == 0:
-                    return CheckpointPolicy.MUST_SAVE
-            return CheckpointPolicy.PREFER_RECOMPUTE
-
-        return create_selective_checkpoint_contexts(policy)
-
-    return contexts
-
-
-@contextmanager
-def selective(model: LlamaForCausalLM, mode: str) -> Any:
-    for layer in model.model.layers:
-        run = layer.forward
-        layer.forward = partial(checkpoint, run, use_reentrant=False, context_fn=sac_policy(mode))
-    try:
-        yield
-    finally:
-        for layer in model.model.layers:
-            del layer.forward
-
-
-@contextmanager
-def switch(model: LlamaForCausalLM) -> Any:
-    model.gradient_checkpointing_enable()
-    try:
-        yield
-    finally:
-        model.gradient_checkpointing_disable()
 
 
 # ------------------------------------------------------------------------------------------------- run
@@ -200,12 +129,13 @@ def workload(name: str, rounds: int, out: str | None) -> dict[str, Any]:
     def step() -> None:
         model(**batch).loss.backward()
 
+    job = Job(model, batch)
     methods: dict[str, Callable[[], Any]] = {
-        "plain": _nothing,
-        "transformers checkpointing": partial(switch, model),
+        "plain": nullcontext,
+        "transformers checkpointing": partial(switch, job),
     }
     for mode in ("attention", "every 2nd matmul", "all matmuls"):
-        methods[f"selective, {mode}"] = partial(selective, model, mode)
+        methods[f"selective, {mode}"] = partial(selective, job, mode)
     plans = {}
     for share in SHARES[name]:
         try:
@@ -257,11 +187,6 @@ def workload(name: str, rounds: int, out: str | None) -> dict[str, Any]:
         "profile_seconds": seconds,
         "verification": str(verification),
     }
-
-
-@contextmanager
-def _nothing() -> Any:
-    yield
 
 
 def main() -> None:

@@ -9,17 +9,32 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-__all__ = ["TARGETS", "Judged", "Reach", "Row", "Target", "Verdict", "lines_of", "table", "verdict"]
+__all__ = [
+    "TARGETS",
+    "Judged",
+    "Reach",
+    "Row",
+    "Target",
+    "Unsound",
+    "Verdict",
+    "lines_of",
+    "share_of",
+    "table",
+    "time_of",
+    "verdict",
+]
 
 JUDGED_SHARES = (0.1, 0.9)  # of the plain activation peak: where every peer is to be beaten
+JUDGED = "{:g} to {:g} of the plain peak".format(*JUDGED_SHARES)
 PEAK_TOLERANCE = 0.005  # relative: a peak so little above a peer's counts as the same
 REACH = 2.0  # times lower than any peer
+WRONG_GRADIENTS = ("missing", "different")  # how frontier.py's comparison begins then
 
 
 @dataclass(frozen=True)
 class Row:
     """One method of one run. `share` and `time` are ratios to the plain step; without them `why` says what
-    went wrong, or why it was not run."""
+    went wrong, or why it was not run. With them `fault` says why they count for nothing all the same."""
 
     label: str
     group: str
@@ -35,8 +50,27 @@ class Row:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def fault(self) -> str:
+        """What is wrong with a method that did run: it died later, its gradients are not the plain step's, or
+        what ran was not its plan."""
+        gradients = str(self.facts.get("gradients", ""))
+        found = []
+        if self.facts.get("failed_in_the_race"):
+            found.append(f"failed in the race: {self.facts['failed_in_the_race']}")
+        if gradients.startswith(WRONG_GRADIENTS):
+            found.append(f"gradients {gradients}")
+        if self.facts.get("fallbacks"):
+            found.append(f"{self.facts['fallbacks']} fallbacks")
+        return ", ".join(found)
+
+    @property
     def measured(self) -> bool:
-        return self.share is not None and self.time is not None
+        return self.share is not None and self.time is not None and not self.fault
+
+    @property
+    def reason(self) -> str:
+        """Of a row that is not measured."""
+        return self.why or self.fault
 
     def as_json(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if value not in (None, "", {})}
@@ -88,7 +122,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class Reach:
-    """The lowest peaks. None: nothing of that side was measured."""
+    """The lowest peaks. None: nothing of that side was measured, and there is nothing to be ahead of."""
 
     peer: str
     peer_share: float | None
@@ -107,17 +141,31 @@ class Met:
 
 
 @dataclass(frozen=True)
+class Unsound:
+    """A row with figures that are not judged, a peer's or ours."""
+
+    label: str
+    fault: str
+
+
+@dataclass(frozen=True)
 class Verdict:
+    """`peers` are those with a peak in JUDGED_SHARES; `outside` the others, compared all the same, which
+    `ahead` is not about."""
+
     peers: tuple[Judged, ...]
+    outside: tuple[Judged, ...]
+    unsound: tuple[Unsound, ...]
     reach: Reach
     targets: tuple[Met, ...]
 
     @property
     def ahead(self) -> bool:
-        return all(judged.ahead for judged in self.peers)
+        return bool(self.peers) and all(judged.ahead for judged in self.peers)
 
     def as_json(self) -> dict[str, Any]:
-        return {"ahead_of_every_peer": self.ahead, **asdict(self)}
+        low, high = JUDGED_SHARES
+        return {f"ahead_of_every_peer_from_{low:g}_to_{high:g}": self.ahead, **asdict(self)}
 
 
 def rivals_of(peer: Row, rows: Iterable[Row]) -> list[Row]:
@@ -126,32 +174,38 @@ def rivals_of(peer: Row, rows: Iterable[Row]) -> list[Row]:
 
 
 def fastest_within(rows: Iterable[Row], share: float) -> Row | None:
-    within = [row for row in rows if _share(row) <= share * (1 + PEAK_TOLERANCE)]
-    return min(within, key=_time, default=None)
+    within = [row for row in rows if share_of(row) <= share * (1 + PEAK_TOLERANCE)]
+    return min(within, key=time_of, default=None)
 
 
 def verdict(rows: Sequence[Row], targets: Sequence[Target] = ()) -> Verdict:
     low, high = JUDGED_SHARES
     peers = [row for row in rows if not row.ours and row.measured and row.group != "plain"]
-    judged = tuple(_judge(peer, rows) for peer in peers if low <= _share(peer) <= high)
-    return Verdict(judged, _reach(peers, rows), tuple(_met(target, rows) for target in targets))
+    judged = [(low <= share_of(peer) <= high, _judge(peer, rows)) for peer in peers]
+    return Verdict(
+        peers=tuple(each for inside, each in judged if inside),
+        outside=tuple(each for inside, each in judged if not inside),
+        unsound=tuple(Unsound(row.label, row.fault) for row in rows if row.fault),
+        reach=_reach(peers, rows),
+        targets=tuple(_met(target, rows) for target in targets),
+    )
 
 
 def _judge(peer: Row, rows: Sequence[Row]) -> Judged:
-    found = fastest_within(rivals_of(peer, rows), _share(peer))
+    found = fastest_within(rivals_of(peer, rows), share_of(peer))
     name, share, time = _figures(found)
-    ahead = time is not None and time <= _time(peer)
-    noise = max(peer.spread or 0.0, (found.spread or 0.0) if found else 0.0) * _time(peer)
-    tied = time is not None and abs(time - _time(peer)) < noise
-    return Judged(peer.label, _share(peer), _time(peer), name, share, time, ahead, tied)
+    ahead = time is not None and time <= time_of(peer)
+    noise = max(peer.spread or 0.0, (found.spread or 0.0) if found else 0.0) * time_of(peer)
+    tied = time is not None and abs(time - time_of(peer)) < noise
+    return Judged(peer.label, share_of(peer), time_of(peer), name, share, time, ahead, tied)
 
 
 def _reach(peers: Sequence[Row], rows: Sequence[Row]) -> Reach:
     ours = [row for row in rows if row.ours and row.measured]
-    lowest, rival = min(peers, key=_share, default=None), min(ours, key=_share, default=None)
+    lowest, rival = min(peers, key=share_of, default=None), min(ours, key=share_of, default=None)
     peer_name, peer_share, _ = _figures(lowest)
     name, share, _ = _figures(rival)
-    ahead = share is not None and (peer_share is None or share * REACH <= peer_share)
+    ahead = share is not None and peer_share is not None and share * REACH <= peer_share
     return Reach(peer_name, peer_share, name, share, ahead)
 
 
@@ -167,12 +221,12 @@ def _figures(row: Row | None) -> tuple[str, float | None, float | None]:
     return ("", None, None) if row is None else (row.label, row.share, row.time)
 
 
-def _share(row: Row) -> float:
+def share_of(row: Row) -> float:
     assert row.share is not None
     return row.share
 
 
-def _time(row: Row) -> float:
+def time_of(row: Row) -> float:
     assert row.time is not None
     return row.time
 
@@ -183,46 +237,55 @@ def _time(row: Row) -> float:
 def table(rows: Sequence[Row]) -> str:
     """One line per method, by peak; what has no figures comes last, with the reason."""
     lines = [f"{'method':<54}{'peak':>8}{'time':>9}{'spread':>9}"]
-    for row in sorted((row for row in rows if row.measured), key=_share, reverse=True):
+    for row in sorted((row for row in rows if row.measured), key=share_of, reverse=True):
         spread = "" if row.spread is None else f"{row.spread:.3f}"
         lines.append(f"{row.label:<54}{row.share:>8.3f}{row.time:>8.3f}x{spread:>9}  {_notes(row)}".rstrip())
-    lines += [f"{row.label:<54}{row.why}" for row in rows if not row.measured]
+    lines += [f"{row.label:<54}{row.reason}" for row in rows if not row.measured]
     return "\n".join(lines)
 
 
 def _notes(row: Row) -> str:
-    shown = {"predicted_time": "predicted {:.3f}x", "fallbacks": "{} fallbacks", "gradients": "gradients {}"}
+    shown = {"predicted_time": "predicted {:.3f}x", "gradients": "gradients {}"}
     return ", ".join(text.format(row.facts[key]) for key, text in shown.items() if row.facts.get(key))
 
 
 def lines_of(found: Verdict) -> str:
-    lines = []
-    for each in found.peers:
-        against = (
-            f"{each.rival} {_ratio(each.rival_time)} at {each.rival_share:.3f}"
-            if each.rival
-            else "nothing so low"
-        )
-        sign = "ahead " if each.ahead else "BEHIND"
-        tied = ", within the spread" if each.tied else ""
-        lines.append(f"{sign} of {each.peer} {each.time:.3f}x at {each.share:.3f}: {against}{tied}")
+    lines = [_headline(found.peers)]
+    lines += [f"{_sign(each.ahead)} of {_against(each)}" for each in found.peers]
+    lines += [f"outside of {JUDGED}, not counted: {_against(each)}" for each in found.outside]
+    lines += [f"not judged: {each.label}: {each.fault}" for each in found.unsound]
     reach = found.reach
     if reach.rival_share is not None:
-        beside = "no peer" if reach.peer_share is None else f"{reach.peer} {reach.peer_share:.3f}"
+        ours = f"{reach.rival} {reach.rival_share:.3f}"
         lines.append(
-            f"{'ahead ' if reach.ahead else 'BEHIND'} in reach ({REACH:g}x asked): {reach.rival} "
-            f"{reach.rival_share:.3f} against {beside}"
+            f"no peer to compare the reach of {ours} with"
+            if reach.peer_share is None
+            else f"{_sign(reach.ahead)} in reach ({REACH:g}x asked): {ours} against {reach.peer} "
+            f"{reach.peer_share:.3f}"
         )
     for met in found.targets:
         asked = f"{met.target.how} {met.target.share:.2f} at <= {met.target.time:.2f}x"
-        got = (
-            f"{met.rival} {_ratio(met.rival_time)} at {met.rival_share:.3f}"
-            if met.rival
-            else "nothing so low"
-        )
+        got = _rival(met.rival, met.rival_time, met.rival_share)
         lines.append(f"{'met   ' if met.met else 'MISSED'} target {asked}: {got}")
     return "\n".join(lines)
 
 
-def _ratio(time: float | None) -> str:
-    return "-" if time is None else f"{time:.3f}x"
+def _headline(peers: Sequence[Judged]) -> str:
+    if not peers:
+        return f"no peer was measured from {JUDGED}: there is nothing to be ahead of"
+    ahead = sum(each.ahead for each in peers)
+    return f"ahead of {ahead} of the {len(peers)} peers measured from {JUDGED}"
+
+
+def _against(judged: Judged) -> str:
+    rival = _rival(judged.rival, judged.rival_time, judged.rival_share)
+    tied = ", within the spread" if judged.tied else ""
+    return f"{judged.peer} {judged.time:.3f}x at {judged.share:.3f}: {rival}{tied}"
+
+
+def _rival(label: str, time: float | None, share: float | None) -> str:
+    return "nothing so low" if time is None or share is None else f"{label} {time:.3f}x at {share:.3f}"
+
+
+def _sign(ahead: bool) -> str:
+    return "ahead " if ahead else "BEHIND"

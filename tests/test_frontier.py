@@ -6,11 +6,17 @@ import importlib
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+
+import remat
 
 ROOT = Path(__file__).parents[1]
 NAMES = ("frontier", "gauge", "peers", "verdict", "video_dit", "workloads", "longest", "plot")
@@ -102,8 +108,70 @@ def test_peers_outside_of_the_judged_peaks_count_for_the_reach_alone(bench):
     ]
     found = bench["verdict"].verdict(rows)
     assert found.peers == ()
+    assert not found.ahead
     assert (found.reach.peer, found.reach.rival, found.reach.ahead) == ("on the host", "remat", False)
     assert bench["verdict"].verdict([*rows[:2], row(bench, "remat", 0.04, 1.2, ours=True)]).reach.ahead
+
+
+def test_peers_outside_of_the_judged_peaks_are_listed_as_such(bench):
+    rows = [
+        row(bench, "chunked", 0.95, 0.9),
+        row(bench, "selective", 0.5, 1.1),
+        row(bench, "on the host", 0.08, 6.0),
+        row(bench, "remat", 0.5, 1.0, ours=True),
+    ]
+    found = bench["verdict"].verdict(rows)
+    assert [each.peer for each in found.peers] == ["selective"]
+    assert [(each.peer, each.ahead) for each in found.outside] == [("chunked", False), ("on the host", False)]
+    assert found.as_json()["ahead_of_every_peer_from_0.1_to_0.9"] is True
+    text = bench["verdict"].lines_of(found)
+    assert "ahead of 1 of the 1 peers measured from 0.1 to 0.9 of the plain peak" in text
+    outside = "outside of 0.1 to 0.9 of the plain peak, not counted"
+    assert f"{outside}: chunked 0.900x at 0.950: remat 1.000x at 0.500" in text
+    assert f"{outside}: on the host 6.000x at 0.080: nothing so low" in text
+
+
+def test_without_a_peer_there_is_nothing_to_be_ahead_of(bench):
+    rows = [row(bench, "plain", 1.0, 1.0, group="plain"), row(bench, "remat", 0.1, 1.1, ours=True)]
+    found = bench["verdict"].verdict(rows)
+    assert not found.ahead
+    assert not found.reach.ahead
+    assert found.as_json()["ahead_of_every_peer_from_0.1_to_0.9"] is False
+    assert bench["verdict"].lines_of(found).splitlines() == [
+        "no peer was measured from 0.1 to 0.9 of the plain peak: there is nothing to be ahead of",
+        "no peer to compare the reach of remat 0.100 with",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("facts", "fault"),
+    [
+        ({"failed_in_the_race": "OutOfMemoryError: 7 GiB"}, "failed in the race: OutOfMemoryError: 7 GiB"),
+        ({"gradients": "missing: 3 of 9"}, "gradients missing: 3 of 9"),
+        ({"gradients": "different: 4.0e-01"}, "gradients different: 4.0e-01"),
+        ({"fallbacks": 24}, "24 fallbacks"),
+        ({"gradients": "within 2.1e-06", "fallbacks": 0}, ""),
+        ({"gradients": "equal to the bit"}, ""),
+        ({"gradients": "not compared: there is no plain step"}, ""),
+    ],
+)
+def test_a_row_that_went_wrong_is_named_and_not_judged(bench, facts, fault):
+    """On either side: its figures are those of something else."""
+    verdict = bench["verdict"]
+    peer, target = row(bench, "selective", 0.5, 1.2), verdict.Target("eager", 0.5, 1.1)
+    ours = row(bench, "remat", 0.2, 1.0, ours=True, facts=facts)
+    sound = not fault
+    found = verdict.verdict([peer, ours], [target])
+    assert found.ahead is sound
+    assert found.reach.ahead is sound
+    assert found.targets[0].met is sound
+    assert (f"not judged: remat: {fault}" in verdict.lines_of(found)) is not sound
+    assert ours.measured is sound
+    assert fault in verdict.table([ours])
+    worse = row(bench, "checkpointing", 0.5, 0.9, facts=facts)
+    found = verdict.verdict([peer, worse, row(bench, "remat", 0.5, 1.0, ours=True)])
+    assert found.ahead is not sound
+    assert [each.label for each in found.unsound] == ([] if sound else ["checkpointing"])
 
 
 def test_targets_are_met_by_rows_of_their_kind(bench):
@@ -183,10 +251,23 @@ def test_gradients_are_those_of_the_plain_step(small):
     assert len([each for each in measured if each["group"] == "exact"]) >= 4
 
 
-def test_the_verdict_is_that_of_the_rows(bench, small):
-    rows = [bench["verdict"].Row.from_json(each) for each in small["rows"]]
-    assert json.loads(json.dumps(bench["verdict"].verdict(rows).as_json())) == small["verdict"]
-    assert {each["peer"] for each in small["verdict"]["peers"]} >= {"selective, attention"}
+def test_the_verdict_is_that_of_the_rows(small):
+    """Worked out anew from the file; all rows are eager."""
+    measured = [each for each in small["rows"] if "share" in each]
+    ours = [each for each in measured if each.get("ours")]
+    peers = [each for each in measured if not each.get("ours") and each["group"] != "plain"]
+    told = {each["peer"]: each for each in (*small["verdict"]["peers"], *small["verdict"]["outside"])}
+    assert told.keys() == {each["label"] for each in peers}
+    for peer in peers:
+        times = [each["time"] for each in ours if each["share"] <= 1.005 * peer["share"]]
+        assert told[peer["label"]]["rival_time"] == min(times, default=None)
+        assert told[peer["label"]]["ahead"] is (bool(times) and min(times) <= peer["time"])
+    inside = {each["label"] for each in peers if 0.1 <= each["share"] <= 0.9}
+    assert {each["peer"] for each in small["verdict"]["peers"]} == inside >= {"selective, attention"}
+    ahead = all(told[label]["ahead"] for label in inside)
+    assert small["verdict"]["ahead_of_every_peer_from_0.1_to_0.9"] is ahead
+    assert small["verdict"]["unsound"] == []
+    assert small["verdict"]["targets"] == []  # those are of the full shape
 
 
 @pytest.mark.parametrize("name", ["gpt2-774m", "vit-b16", "resnet-152", "llama-7b-lora", "video-dit", "moe"])
@@ -227,6 +308,89 @@ def test_what_fails_is_recorded_and_the_rest_goes_on(bench, monkeypatch, tmp_pat
     assert rows["works"]["time"] == 1.0
     assert rows["works"]["runs"] == 4
     assert rows["works"]["spread"] >= 0
+
+
+def test_what_dies_in_the_race_is_not_judged_by_its_preparation(bench, monkeypatch):
+    """It is prepared and runs in the first round; in the second it dies."""
+    entered = []
+
+    @contextmanager
+    def dying(job: Any) -> Iterator[None]:
+        entered.append(1)
+        if len(entered) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 7 GiB")
+        with bench["peers"].switch(job):
+            yield
+
+    def made(job: Any, group: str, backend: str, attention: bool) -> list[Any]:
+        one, other = partial(dying, job), partial(bench["peers"].switch, job)
+        return [bench["peers"].Method("dies", group, one), bench["peers"].Method("lives", group, other)]
+
+    monkeypatch.setattr(bench["frontier"], "peers", made)
+    content = bench["frontier"].main(["--methods", "plain,checkpoint", "--rounds", "2", "--steps", "1"])
+    result = content["workloads"]["llama-1.3b"]
+    (found,) = rows_of(result, label="dies")
+    assert found["share"] > 0
+    assert found["facts"]["failed_in_the_race"].startswith("OutOfMemoryError")
+    assert [each["peer"] for each in result["verdict"]["peers"]] == ["lives"]
+    fault = "failed in the race: OutOfMemoryError: CUDA out of memory. Tried to allocate 7 GiB"
+    assert list(result["verdict"]["unsound"]) == [{"label": "dies", "fault": fault}]
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ([1.0, 1.0], "equal to the bit"),
+        ([1.0, 1.0 + 1e-4], "within 7.1e-05"),
+        ([1.0, 2.0], "different: 7.1e-01"),
+        ([1.0, float("nan")], "different: inf"),
+    ],
+)
+def test_gradients_are_equal_within_rounding_or_different(bench, found, said):
+    assert bench["frontier"].difference([torch.ones(2)], [torch.tensor(found)]) == said
+
+
+def test_without_a_plain_step_there_are_no_gradients_to_compare_with(bench):
+    content = bench["frontier"].main(["--methods", "checkpoint"])
+    for each in content["workloads"]["llama-1.3b"]["rows"]:
+        assert each["facts"]["gradients"] == "not compared: there is no plain step"
+
+
+def test_compiled_code_is_not_blamed_for_other_random_numbers(bench):
+    options = bench["frontier"].parsed([])
+    race = bench["frontier"].Race(
+        "gpt2-774m", bench["workloads"].WORKLOADS["gpt2-774m"], options, lambda result: None
+    )
+    method, nothing = bench["peers"].Method, bench["frontier"].nullcontext
+    for made in (method("plain", "plain", nothing), method("c", "regional", nothing, compiled=True)):
+        race.prepare(made)
+    said = {each.label: each.facts["gradients"] for each in race.rows()}
+    assert said == {
+        "plain": "equal to the bit",
+        "c": "not compared: compiled code draws other random numbers",
+    }
+
+
+def test_fallbacks_of_any_round_are_remembered(bench, monkeypatch):
+    """A later round without any does not take them back."""
+    counts = iter([2, 0])
+
+    @contextmanager
+    def applied(model: Any, plan: Any) -> Iterator[Any]:
+        region = SimpleNamespace(counts=SimpleNamespace(fallbacks=next(counts)))
+        yield SimpleNamespace(regions=[region], engine=None)
+
+    options = bench["frontier"].parsed([])
+    race = bench["frontier"].Race(
+        "llama-1.3b", bench["workloads"].WORKLOADS["llama-1.3b"], options, lambda result: None
+    )
+    planner = bench["frontier"].Planner.of(race, "exact")
+    method = planner.method("remat", planner.plan(1 << 60), None)
+    monkeypatch.setattr(bench["frontier"].remat, "apply", applied)
+    for _ in range(2):
+        with method.context():
+            pass
+    assert method.facts["fallbacks"] == 2
 
 
 def test_a_group_that_cannot_be_made_is_recorded_and_the_race_goes_on(bench, monkeypatch):
@@ -334,6 +498,73 @@ def test_a_search_without_time_says_that_nothing_failed(bench):
     assert (found.length, found.below, len(found.trials)) == (128, None, 2)
 
 
+def card_of(bench: dict[str, Any], job: Any, room_bytes: int = 4 << 20) -> Any:
+    held = 2 * sum(p.numel() * p.element_size() for p in job.model.parameters())
+    return bench["longest"].Card(held + room_bytes, 64, 16)
+
+
+@pytest.fixture(scope="module")
+def context_job(bench: dict[str, Any]) -> Any:
+    job = bench["workloads"].WORKLOADS["long-context"].small()
+    for parameter in job.trained:
+        parameter.grad = torch.zeros_like(parameter)
+    return job
+
+
+@pytest.mark.parametrize(
+    ("error", "too_long"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7 GiB"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"), True),
+        (TypeError("lce_forward() got an unexpected keyword argument"), False),
+        (RuntimeError("expected scalar type BFloat16 but found Float"), False),
+        (remat.BudgetError("out of reach", needed=1), False),  # of a peer: it has no budget
+    ],
+)
+def test_only_memory_makes_a_length_too_long(bench, context_job, error, too_long):
+    @contextmanager
+    def broken(job: Any) -> Iterator[None]:
+        if job.batch["input_ids"].shape[1] > 64:
+            raise error
+        yield
+
+    def trial(length: int) -> Any:
+        return bench["longest"].peer_trial(context_job, card_of(bench, context_job), broken, length)
+
+    found = bench["longest"].search(trial, 0, lambda: False, start=64, unit=16)
+    if too_long:
+        assert (found.length, found.below, found.why) == (64, 80, "")
+    else:
+        assert (found.length, found.below) == (None, None)
+        assert found.why == f"failed at 128 tokens: {type(error).__name__}: {error}"
+    shown = bench["longest"].line_of("peer", {"methods": {"peer": asdict(found)}})
+    assert shown == ("peer: 64 tokens, 80 does not train (3 trials)" if too_long else f"peer: {found.why}")
+
+
+def test_a_length_of_ours_counts_only_if_its_step_ran(bench, context_job, monkeypatch):
+    longest, ran = bench["longest"], []
+    real = longest.step_once
+
+    def counted(*args: Any) -> Any:
+        ran.append(args)
+        return real(*args)
+
+    monkeypatch.setattr(longest, "step_once", counted)
+    found = longest.remat_trial(context_job, card_of(bench, context_job), False, 64)
+    assert (found.fits, found.why, len(ran)) == (True, "", 1)
+    assert found.seconds > 0
+    refused = longest.remat_trial(context_job, card_of(bench, context_job, room_bytes=1), False, 64)
+    assert (refused.fits, refused.broken, len(ran)) == (False, False, 1)
+    assert refused.why.startswith("BudgetError")
+
+    def wrong(*args: Any) -> Any:
+        raise remat.RecomputeError("not what was dropped")
+
+    monkeypatch.setattr(longest, "step_once", wrong)
+    found = longest.remat_trial(context_job, card_of(bench, context_job), False, 64)
+    assert (found.fits, found.broken, found.why) == (False, True, "RecomputeError: not what was dropped")
+
+
 def test_checkpointing_trains_longer_than_the_plain_step(bench, tmp_path):
     path = tmp_path / "longest.json"
     bench["frontier"].main(["--longest", "--methods", "plain,checkpointing", "--out", str(path)])
@@ -352,19 +583,33 @@ def test_remat_trains_longer_than_checkpointing(bench, tmp_path):
 # ----------------------------------------------------------------------------------------- pictures, table
 
 
-def recorded(folder: Path) -> Path:
+def recorded(folder: Path, **different: Any) -> Path:
+    """A file of one workload and of one search for the longest context."""
     rows = [
         {"label": "plain", "group": "plain", "share": 1.0, "time": 1.0},
         {"label": "remat 0.5", "group": "remat", "ours": True, "share": 0.49, "time": 1.02},
         {"label": "remat 0.9", "group": "remat", "ours": True, "share": 0.89, "time": 1.03},
+        {"label": "remat 0.01", "group": "remat", "ours": True, "share": 0.01, "time": 1.7},
+        {
+            "label": "remat 0.3",
+            "group": "remat",
+            "ours": True,
+            "share": 0.3,
+            "time": 0.9,
+            "facts": {"fallbacks": 4},
+        },
         {"label": "selective, attention", "group": "selective", "share": 0.6, "time": 1.2},
         {"label": "save_on_cpu", "group": "offload-all", "share": 0.2, "time": 6.4},
         {"label": "Liger fused loss", "group": "chunked-loss", "why": "liger-kernel is not installed"},
     ]
     where = {"device": "NVIDIA H200", "torch": "2.11.0+cu130", "date": "2026-11-15T09:00:00+00:00",
              "commit": "abc", "run": "123"}  # fmt: skip
-    result = {"about": "a model", "environment": where, "base": {"measured": True}, "rows": rows}
-    found = {"methods": {"remat": {"length": 9, "below": 10}, "plain": {"why": "not run"}}}
+    result = {"about": "a model", "environment": where, "size": "full", "base": {"measured": True},
+              "rows": rows, **different}  # fmt: skip
+    found = {"methods": {
+        "remat": {"length": 9, "below": 10, "why": ""}, "plain": {"why": "not run"},
+        "Liger": {"length": None, "below": None, "why": "failed at 8 tokens: TypeError"},
+    }}  # fmt: skip
     longest = {"environment": where, "capacity_bytes": 1 << 34, **found}
     path = folder / "frontier.json"
     path.write_text(json.dumps({"format": 1, "workloads": {"llama-1.3b": result}, "longest": longest}))
@@ -378,7 +623,32 @@ def test_the_table_holds_every_row_and_the_verdict(bench, tmp_path):
     assert "ahead  of selective, attention 1.200x at 0.600: remat 0.5 1.020x at 0.490" in text
     assert "MISSED target eager 0.50 at <= 1.01x" in text
     assert "| remat | 9 | 10 |" in text
+    assert "| Liger | failed at 8 tokens: TypeError | |" in text
+    assert "remat 0.3 (4 fallbacks)" in text
+    assert "- not judged: remat 0.3: 4 fallbacks" in text
+    assert "prediction" not in text
     assert "NVIDIA H200, torch 2.11.0+cu130, 2026-11-15" in text
+
+
+def test_the_table_of_small_shapes_has_no_targets(bench, tmp_path):
+    text = bench["plot"].table_of([recorded(tmp_path, size="small")])
+    assert "ahead  of selective" in text
+    assert "target" not in text
+
+
+def test_the_table_says_where_the_plain_step_is_predicted(bench, tmp_path):
+    plain = {"label": "plain", "group": "plain", "why": "failed: OutOfMemoryError: 7 GiB"}
+    ours = {"label": "remat", "group": "remat", "ours": True, "share": 0.3, "time": 1.1}
+    path = recorded(tmp_path, base={"measured": False}, rows=[plain, ours])
+    text = bench["plot"].table_of([path])
+    said = (
+        "The plain step was not measured (failed: OutOfMemoryError: 7 GiB): all ratios are to its prediction."
+    )
+    assert said in text
+    assert text.index(said) < text.index("| method |")
+    (panel,) = bench["plot"].panels_of([path])
+    option = bench["plot"].option_of(panel, bench["plot"].SCHEMES["light"])
+    assert "the plain step was not measured, and is predicted" in option["title"]["subtext"]
 
 
 def test_the_panel_draws_our_frontier_and_names_what_is_too_slow(bench, tmp_path):
@@ -389,6 +659,7 @@ def test_the_panel_draws_our_frontier_and_names_what_is_too_slow(bench, tmp_path
     assert drawn["selective checkpointing"] == [[0.6, 1.2]]
     assert "offload" not in drawn
     assert "save_on_cpu 6.4x at 0.20 is not drawn" in option["title"]["subtext"]
+    assert "remat 0.01 1.7x at 0.01 is not drawn" in option["title"]["subtext"]
 
 
 def test_labels_of_neighbours_do_not_cover_each_other(bench):

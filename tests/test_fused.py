@@ -29,7 +29,7 @@ from planning import (
     survey_of,
     train,
 )
-from remat import profiling
+from remat import menus
 from remat.records import Op, Ref, Value
 from remat.run import fused
 from remat.run.recipe import compile_recipe
@@ -203,7 +203,7 @@ def test_a_kernel_that_does_not_compile_is_replaced_by_its_operations(
 def test_fit_measures_fused_recipes_and_keeps_those_that_are_exact(
     stand_in: dict[str, _Launcher], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(profiling, "can_fuse", fused.can_fuse)
+    monkeypatch.setattr(menus, "can_fuse", fused.can_fuse)
     for exact in (True, False):
         case = ZOO["llama"]()
         case.model.to(torch.bfloat16)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import remat
 from models import ZOO, Case, squared
 from planning import (
     CPU,
@@ -508,6 +509,36 @@ def test_a_tensor_that_is_rebuilt_with_other_strides(way: Callable[..., Probes])
     check = SpotCheck([tensor], way({0: layout_of(tensor)}, CPU), str, phase=5)
     check.see(0, tensor.t().contiguous().t())
     assert check.describe() is None
+
+
+class ReadsBackwards(nn.Module):
+    """Its index is on the host, wherever the rest is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x.sin())[:, torch.arange(63, -1, -1)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("gathered", [True, False])
+def test_an_index_on_the_host_is_sampled(gathered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not gathered:
+        monkeypatch.setattr(samples, "can_fuse", lambda device: False)
+    torch.manual_seed(0)
+    model = nn.Sequential(*[ReadsBackwards() for _ in range(6)]).cuda()
+    case = Case(model, torch.randn(64, 64, device="cuda"), squared)
+    case.run().backward()
+    expected = gradients(model)
+    model.zero_grad()
+    with remat.fit(model, case.batch, activations=0.6, loss=squared) as handle:
+        case.run().backward()
+        assert any(v.program is not None for r in handle.regions for v in r.variants.values())
+        assert not any(region.counts.fallbacks for region in handle.regions)
+    assert_equal(expected, gradients(model))
 
 
 @pytest.mark.gpu

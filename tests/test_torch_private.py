@@ -227,7 +227,7 @@ def _saved_by(decide: object) -> tuple[list[tuple[int, ...]], list[str]]:
 
     x, w = torch.randn(6, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
     output = torch.compile(run, backend=backend, fullgraph=True)(x, w)
-    node = private.compiled_node([output])
+    node = private.compiled_node([output], [])
     shapes = sorted(tuple(t.shape) for t in node.saved_tensors)
     expected = torch.autograd.grad(_two_products(x, w).sum(), (x, w))
     found = torch.autograd.grad(output.sum(), (x, w))
@@ -243,9 +243,23 @@ def test_compile_joint_saves_what_it_is_told_to_save() -> None:
     assert products == [(4, 4), (6, 4), (6, 4), (6, 4)]
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_compiled_node_is_not_that_of_an_input_that_is_handed_on() -> None:
+    before = torch.compile(torch.sin, backend="aot_eager")(torch.randn(3, requires_grad=True))
+
+    def hand_on(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return a, b.exp() * a
+
+    other = torch.randn(3, requires_grad=True)
+    outputs = torch.compile(hand_on, backend="aot_eager")(before, other)
+    assert outputs[0].grad_fn is before.grad_fn
+    assert private.compiled_node(outputs, [before, other]) is outputs[1].grad_fn
+    assert private.compiled_node(outputs[:1], [before, other]) is None
+
+
 def test_compiled_node_is_none_for_eager_code() -> None:
-    assert private.compiled_node([torch.ones(1, requires_grad=True) * 2]) is None
-    assert private.compiled_node([torch.ones(1)]) is None
+    assert private.compiled_node([torch.ones(1, requires_grad=True) * 2], []) is None
+    assert private.compiled_node([torch.ones(1)], []) is None
 
 
 def test_saved_slots_take_the_place_of_what_a_compiled_graph_holds() -> None:
@@ -253,7 +267,7 @@ def test_saved_slots_take_the_place_of_what_a_compiled_graph_holds() -> None:
     x, w = torch.randn(6, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
     expected = torch.autograd.grad(_two_products(x, w).sum(), (x, w))
     output = torch.compile(_two_products, backend="aot_eager", fullgraph=True)(x, w)
-    node = private.compiled_node([output])
+    node = private.compiled_node([output], [])
     slots, tensors = private.saved_slots(node), node.saved_tensors
     assert len(slots) == len(tensors)
     copies, storages = [], []

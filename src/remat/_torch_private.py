@@ -376,11 +376,14 @@ def is_optimized_module(module: torch.nn.Module) -> bool:
     return frame is not None and isinstance(module, frame.OptimizedModule)
 
 
-def compiled_node(outputs: Sequence[torch.Tensor]) -> Any:
-    """The autograd node of the compiled graph that made these tensors; its `saved_tensors` are what the graph
-    holds for backward. None if there is none."""
+def compiled_node(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Any:
+    """The autograd node of the compiled graph that made these tensors from those; its `saved_tensors` are
+    what the graph holds for backward. None if there is none."""
+    before = [tensor.grad_fn for tensor in inputs]  # may be another compiled graph's
     stack = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     for _ in range(16):  # an output may be a view that was taken outside of the graph
+        while stack and any(stack[0] is node for node in before):
+            stack.pop(0)
         if not stack:
             return None
         node = stack.pop(0)

@@ -41,8 +41,9 @@ from remat.devices import Device
 from remat.devices import device as find_device
 from remat.errors import CaptureError, InputError
 from remat.hosting import link_amounts
+from remat.menus import menu_entry, sorted_menu
 from remat.planner.menu import recipes, working_set_bytes
-from remat.profiling import menu_entry, region_call, sorted_menu, storage_bytes, survey_notes
+from remat.profiling import region_call, storage_bytes, survey_notes
 from remat.records import (
     Entry,
     Environment,

@@ -6,14 +6,12 @@ with every region checkpointed.
 
 from __future__ import annotations
 
-import logging
 import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,17 +19,15 @@ import torch
 from torch import nn
 
 from remat import ranks
-from remat.check.bench import Bench, bench, timing
 from remat.check.live import Meter, local_bytes, storages_of
 from remat.check.optimizer import optimizer_bytes
 from remat.check.peak import release_cached
 from remat.check.step import fingerprint
 from remat.check.untouched import backward, clear_gradients, untouched
-from remat.chunking import chunk_entries
 from remat.compiling import compile_hint, compiled_kind
-from remat.errors import CaptureError, HostMemoryError, InputError, RecomputeError
-from remat.hosting import Hosting, hosting, link_amounts, settling
-from remat.planner.menu import recipes
+from remat.errors import CaptureError, HostMemoryError, InputError
+from remat.hosting import Hosting, hosting
+from remat.menus import Inputs, measured_kind, menu_entry
 from remat.records import (
     Entry,
     Environment,
@@ -39,52 +35,31 @@ from remat.records import (
     Kind,
     Mode,
     Profile,
-    Recipe,
     RegionCall,
-    RegionGraph,
-    Role,
     Segment,
     StepBytes,
 )
-from remat.run.checkpoint import Options, run_checkpointed
 from remat.run.chunk import chunk_head, find_head
 from remat.run.compiled import CompiledBlock, block_for, decompiled
-from remat.run.fused import can_fuse, is_exact, is_fusible
-from remat.run.install import installed_region
+from remat.run.fused import can_fuse
 from remat.run.quiet import quiet
-from remat.run.recipe import compile_recipe
-from remat.run.region import PlannedRegion, Variant
 from remat.trace.discover import Block, find_blocks
-from remat.trace.price import fused_prices
 from remat.trace.survey import Sighting, Species, Survey, frugally, survey, timeline, visiting
-from remat.units import format_bytes
 
 __all__ = [
     "Request",
     "build_profile",
     "device_of",
-    "menu_entry",
     "region_call",
-    "sorted_menu",
     "storage_bytes",
     "survey_notes",
 ]
 
 Progress = Callable[[str], None]
 
-_LEVELS = 16  # shares of a region's saved bytes that a recipe is sought for
-_MOVING = 12  # at most so many that offload are measured
-_LOG = logging.getLogger(__name__)
-# What the host does for a recipe, in operations of an untouched step (measured where the host sets the pace):
-_OPS_PER_SLOT = 1.5  # dropping and unpacking one tensor
-_OPS_PER_MOVED = 8.0  # sending one storage to the host and having it back
-_OPS_PER_REGION = 20.0  # looking through the graph of a region that drops anything
 _LONG_SECONDS = 0.3  # an accelerator's step that takes so long is timed while its bytes are read
 _STEPS_COMPILED = 3  # timed, after a first one
-_COMPILING_THREADS = 2
-_IDLE_SHARE = 0.5  # of a region's time that the host works at most, for kernels to be compiled meanwhile
 _KINDS_IN_FULL = 4  # kinds of blocks that are compiled with as many saved sets as pay; more get two each
-_LEAST_SHARE = 0.8  # of the priced replay seconds that a measured entry is believed to cost at the least
 
 
 @dataclass(frozen=True)
@@ -145,11 +120,10 @@ def build_profile(request: Request, progress: Progress) -> Profile:
         kinds: list[Kind] = []
 
         def measure(species: Species, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            kernels.join()  # it takes memory, which must not fall into a measurement
             kinds.append(_kind_for(request, len(kinds), species, (args, kwargs), device, progress, host))
 
         like = () if request.like is None else [kind.graph for kind in request.like.kinds]
-        found = survey(model, blocks, request.run, progress, measure, like)
+        found = survey(model, blocks, request.run, progress, measure, like, between=kernels.join)
         if not found.sightings:
             raise InputError(
                 f"{type(model).__name__} has no repeated blocks that this step calls; mark what should be "
@@ -187,8 +161,9 @@ def build_profile(request: Request, progress: Progress) -> Profile:
 
 
 def _try_kernels(device: torch.device) -> None:
-    """Beside the survey: the first kernel takes a second."""
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    """Beside the first run of the survey, which measures nothing: the first kernel takes a second."""
+    here = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with here, suppress(torch.OutOfMemoryError):
         can_fuse(device)
 
 
@@ -418,12 +393,6 @@ def _first_of(names: Sequence[str]) -> str:
     return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
 
 
-# ------------------------------------------------------------------------------------------------- menus
-
-
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
-
-
 def _kind_for(
     request: Request,
     number: int,
@@ -436,7 +405,7 @@ def _kind_for(
     """The kind as the compiler runs it, if that is wanted and possible."""
     like = request.like.kinds[number:][:1] if request.like is not None else None
     if not request.compiler:
-        return _kind(species, inputs, device, progress, host, like, request.parts)
+        return measured_kind(species, inputs, device, progress, host, like, request.parts)
     compiled, problem = None, ""
     try:
         most = None if number < _KINDS_IN_FULL else 2
@@ -445,281 +414,6 @@ def _kind_for(
         problem = str(error)
     if ranks.all_of(compiled is not None) and compiled is not None:
         return compiled
-    kind = _kind(species, inputs, device, progress, host, like, request.parts)
+    kind = measured_kind(species, inputs, device, progress, host, like, request.parts)
     problem = problem or "on another rank it cannot be"
     return replace(kind, note="; ".join(filter(None, (f"not compiled, {problem}", kind.note))))
-
-
-def _kind(
-    species: Species,
-    inputs: Inputs,
-    device: torch.device,
-    progress: Progress,
-    host: Hosting | None,
-    like: Sequence[Kind] | None = None,
-    parts: bool = False,
-) -> Kind:
-    """Every entry of this region's menu, measured. `like`: the same kind at another size, if there is one."""
-    example, graph = species.example, species.graph
-    progress(f"solving and measuring the menu of {example.name}")
-    modules = (example.module,)
-
-    def full(*args: Any, **kwargs: Any) -> Any:
-        return run_checkpointed(example.forward, args, kwargs, Options(name=example.name), modules)
-
-    bench(example.forward, inputs, modules, device)  # warm: kernels are loaded, workspaces made
-    keep = ranks.agree(bench(example.forward, inputs, modules, device))
-    again = bench(full, inputs, modules, device)
-    forward_seconds = sum(op.seconds for op in graph.ops) if graph is not None else keep.seconds / 3
-    backward_seconds = max(keep.seconds - forward_seconds, forward_seconds)
-    links: tuple[int, ...] = ()
-    if host is not None and graph is not None:
-        links = ranks.agree(link_amounts(host.rates, forward_seconds, backward_seconds, graph.saved_bytes))
-    entries = [
-        menu_entry(Mode.KEEP, keep, 0.0, graph, len(example.inputs)),
-        menu_entry(Mode.FULL, again, _extra(again, keep, forward_seconds, device), None, len(example.inputs)),
-    ]
-    note = species.note
-    fuse = ranks.all_of(can_fuse(device))
-    menu = _recipes(graph, keep, device, links, fuse) if like is None else _recipes_of(like, graph)
-    pace = _Pace()
-    menu = tuple(sorted(menu, key=lambda recipe: recipe.host_bytes > 0))  # those that stay set the pace
-    ahead = keep.host_seconds < _IDLE_SHARE * keep.seconds
-    for recipe in _compiling(graph, menu, device, ahead) if fuse and graph is not None else menu:
-        problem = ""
-        try:
-            recipe, measured = _bench_fused(species, recipe, inputs, device, host, fuse)
-        except CaptureError as error:
-            problem = str(error)
-        if not ranks.all_of(not problem):
-            note = note or problem or "on another rank its replay differs"
-            continue
-        assert graph is not None
-        extra = _recipe_extra(recipe, measured, keep, graph, device, pace)
-        entries.append(menu_entry(Mode.RECIPE, measured, extra, graph, len(example.inputs), recipe))
-    if parts:
-        entries += chunk_entries(species, inputs, device, keep, forward_seconds, menu_entry)
-    return Kind(
-        signature=species.signature,
-        menu=sorted_menu(entries),
-        saved_bytes=entries[0].resident_bytes,
-        forward_seconds=forward_seconds,
-        graph=graph,
-        note=note,
-        backward_seconds=backward_seconds,
-    )
-
-
-def _recipes(
-    graph: RegionGraph | None, keep: Bench, device: torch.device, links: tuple[int, ...], fuse: bool
-) -> tuple[Recipe, ...]:
-    """Where the device waits for the host, a dropped tensor costs the host's work, whatever its size."""
-    if graph is None:
-        return ()
-    levels = [level / _LEVELS for level in range(_LEVELS, 0, -1)]
-    per_op = _op_seconds(graph, keep, device)
-    if fuse and not keep.launch_bound:
-        graph = fused_prices(graph)
-    found = recipes(graph, levels=levels, link_bytes=links, slot_seconds=_OPS_PER_SLOT * per_op)
-    staying = [recipe for recipe in found if not recipe.host_bytes]
-    moving = [recipe for recipe in found if recipe.host_bytes]
-    return (*staying, *moving[:: max(-(-len(moving) // _MOVING), 1)])
-
-
-def _op_seconds(graph: RegionGraph, keep: Bench, device: torch.device) -> float:
-    """The host's time for one operation, where the device waits for the host; 0 elsewhere. Backward runs two
-    for each of forward's."""
-    return keep.host_seconds / (3 * len(graph.ops)) if device.type == "cuda" and keep.launch_bound else 0.0
-
-
-def _recipes_of(like: Sequence[Kind], graph: RegionGraph | None) -> tuple[Recipe, ...]:
-    """The recipes of the same region at another size; none if it does not run the same operations there."""
-    if graph is None:
-        return ()
-    found = [entry.recipe for kind in like for entry in kind.menu if entry.recipe is not None]
-    for kind in like:
-        if kind.graph is None or [op.name for op in kind.graph.ops] != [op.name for op in graph.ops]:
-            return ()
-    return tuple(
-        replace(recipe, replay_seconds=sum(graph.ops[op].seconds for op in recipe.replayed))
-        for recipe in found
-    )
-
-
-def _extra(measured: Bench, keep: Bench, replay_seconds: float, device: torch.device) -> float:
-    """What an entry costs on top of keeping everything. On an accelerator as measured, but not less than most
-    of what its operations take alone: a difference of two timings is noisy. A host that also does other
-    things is noisier still: there the operations' own least times are summed."""
-    if device.type == "cpu":
-        return replay_seconds
-    return max(measured.seconds - keep.seconds, _LEAST_SHARE * replay_seconds)
-
-
-@dataclass
-class _Pace:
-    """Seconds that recipes were measured to take, over what their operations take alone."""
-
-    measured_seconds: float = 0.0
-    priced_seconds: float = 0.0
-
-    def note(self, extra: float, priced: float) -> float:
-        self.measured_seconds += extra
-        self.priced_seconds += priced
-        return extra
-
-    def seconds(self, priced: float) -> float:
-        return priced * (self.measured_seconds / self.priced_seconds if self.priced_seconds else 1.0)
-
-
-def _recipe_extra(
-    recipe: Recipe, measured: Bench, keep: Bench, graph: RegionGraph, device: torch.device, pace: _Pace
-) -> float:
-    """Where the host sets the pace, counted: its timings differ by more than recipes do. What offloads is not
-    timed: it replays operations as the others do."""
-    per_op = _op_seconds(graph, keep, device)
-    if not per_op:
-        if recipe.offloaded:
-            return pace.seconds(recipe.replay_seconds)
-        return pace.note(_extra(measured, keep, recipe.replay_seconds, device), recipe.replay_seconds)
-    host_ops = _OPS_PER_REGION + _OPS_PER_SLOT * len(recipe.dropped) + _OPS_PER_MOVED * len(recipe.offloaded)
-    return per_op * host_ops + recipe.replay_seconds
-
-
-def _compiling(
-    graph: RegionGraph, menu: Sequence[Recipe], device: torch.device, ahead: bool
-) -> Iterator[Recipe]:
-    """The recipes, with their kernels compiled. `ahead`: those of the next ones while one is measured, where
-    the device leaves the host idle; otherwise all before the first, because timings would suffer."""
-    for op in graph.ops:  # tried here: that takes memory, which must not fall into a measurement
-        if is_fusible(graph, op):
-            for value in op.inputs:
-                is_exact(op, graph.values[value].dtype, device)
-
-    def compile_one(recipe: Recipe) -> None:
-        with suppress(Exception), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            compile_recipe(
-                graph, replace(recipe, fused=True), device
-            )  # what goes wrong is said where it is measured
-
-    pool = ThreadPoolExecutor(_COMPILING_THREADS)
-    try:
-        compiled = [pool.submit(compile_one, recipe) for recipe in menu]
-        if not ahead:
-            wait(compiled)
-        for recipe, ready in zip(menu, compiled, strict=True):
-            ready.result()
-            yield recipe
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _bench_fused(
-    species: Species, recipe: Recipe, inputs: Inputs, device: torch.device, host: Hosting | None, fuse: bool
-) -> tuple[Recipe, Bench]:
-    """With elementwise operations fused, if that works and gives the same bits."""
-    if fuse:
-        fused = replace(recipe, fused=True)
-        try:
-            return fused, _bench_recipe(species, fused, inputs, device, host)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # Triton's own too
-            _LOG.info("%s: a recipe runs operation by operation: %s", species.example.name, error)
-    plain = replace(recipe, fused=False)
-    return plain, _bench_recipe(species, plain, inputs, device, host)
-
-
-@contextmanager
-def _checks_are_guards() -> Iterator[None]:
-    """A recipe that the spot check refuses while it is measured is not on the menu."""
-    try:
-        yield
-    except RecomputeError as error:
-        raise CaptureError(str(error)) from error
-
-
-def _bench_recipe(
-    species: Species, recipe: Recipe, inputs: Inputs, device: torch.device, host: Hosting | None
-) -> Bench:
-    """Run a recipe: first with every rebuilt tensor compared bit for bit, then as in training.
-
-    What it offloads has left the device when its forward has returned, and is all fetched again in backward.
-    Alone, a region has nothing to hide copies behind, so it is not timed; the simulator adds what compute
-    has to wait.
-    """
-    example = species.example
-    assert species.graph is not None
-    variant = Variant(Mode.RECIPE, compile_recipe(species.graph, recipe, device))
-    planned = PlannedRegion(example.name, example.tower, {species.signature: variant}, shadow=True)
-    modules = (example.module,)
-    with installed_region(example.module, example.forward, planned) as call, _checks_are_guards():
-        region = call
-        if recipe.offloaded:
-            assert host is not None
-            planned.engine, region = host.engine, settling(call, host.engine)
-            stayed = host.engine.counts.kept_bytes
-        bench(region, inputs, modules, device, timed=False)
-        planned.shadow, planned.turns = False, 1
-        levels = bench(region, inputs, modules, device, timed=False)  # with all that the spot check takes
-        if recipe.offloaded and host is not None:
-            if host.engine.counts.kept_bytes > stayed:
-                raise CaptureError(f"the host has no {format_bytes(recipe.host_bytes)} for offload")
-        else:
-            planned.check = False  # it waits for the device, once per step and not once per region
-            levels = timing(levels, call, inputs, modules, device)
-    if planned.counts.fallbacks:
-        raise CaptureError(planned.counts.why)
-    return levels
-
-
-def menu_entry(
-    mode: Mode,
-    measured: Bench,
-    extra: float,
-    graph: RegionGraph | None,
-    inputs: int,
-    recipe: Recipe | None = None,
-) -> Entry:
-    held_outputs: dict[int, int] = {}  # storage -> position, of outputs that autograd holds by itself
-    holds_inputs = tuple(range(inputs))
-    if graph is not None:
-        saved = {graph.values[slot.value].storage for slot in graph.saved}
-        kept = saved
-        if recipe is not None:
-            kept = set(recipe.kept) - set(recipe.offloaded) | {s for s in saved if _stays(graph, s)}
-        holds_inputs = tuple(i for i, v in enumerate(graph.inputs) if graph.values[v].storage in kept)
-        for position, value in enumerate(graph.outputs):
-            storage = graph.values[value].storage
-            if storage in saved and graph.storages[storage].role is Role.OUTPUT:
-                held_outputs.setdefault(storage, position)
-    outputs_bytes = sum(graph.storages[s].nbytes for s in held_outputs) if graph is not None else 0
-    return Entry(
-        mode=mode,
-        resident_bytes=max(measured.resident_bytes - outputs_bytes, 0),
-        forward_peak_bytes=measured.forward_peak_bytes,
-        backward_peak_bytes=measured.backward_peak_bytes,
-        extra_seconds=extra,
-        holds_inputs=holds_inputs,
-        holds_outputs=tuple(held_outputs.values()),
-        host_bytes=0 if recipe is None else recipe.host_bytes,
-        fetches_inputs=_fetched(graph, recipe),
-        recipe=recipe,
-        measured=True,
-    )
-
-
-def _fetched(graph: RegionGraph | None, recipe: Recipe | None) -> tuple[int, ...]:
-    """Positions of the inputs that wait on the host."""
-    if graph is None or recipe is None:
-        return ()
-    return tuple(i for i, v in enumerate(graph.inputs) if graph.values[v].storage in recipe.offloaded)
-
-
-def _stays(graph: RegionGraph, storage: int) -> bool:
-    return graph.storages[storage].role in (Role.OUTPUT, Role.FOREIGN, Role.PARAMETER)
-
-
-def sorted_menu(entries: list[Entry]) -> tuple[Entry, ...]:
-    """Keep first, then from most to least resident. Nothing is left out: a larger entry may still be the one
-    with the smaller peak."""
-    return (entries[0], *sorted(entries[1:], key=lambda entry: -entry.resident_bytes))

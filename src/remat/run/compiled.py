@@ -279,7 +279,7 @@ def _reason(error: Exception) -> str:
 def saved_bytes(module: nn.Module, inputs: Any, output: Any) -> int | None:
     """Bytes that a compiled block holds for its backward beside its inputs and parameters, each storage
     once; None if what made `output` is not a compiled graph."""
-    node = private.compiled_node(tensors(output))
+    node = private.compiled_node(tensors(output), tensors(inputs))
     if node is None:
         return None
     count = SavedBytes((module,))
@@ -292,7 +292,7 @@ def saved_bytes(module: nn.Module, inputs: Any, output: Any) -> int | None:
 def _show(meters: list[LiveBytes], module: nn.Module, inputs: Any, output: Any) -> None:
     """A meter without accelerator does not see what compiled code allocates: show it what stays. What lives
     only while the compiled code runs, it never sees."""
-    node = private.compiled_node(tensors(output))
+    node = private.compiled_node(tensors(output), tensors(inputs))
     if node is None:
         return
     known = storages_of([module]) | {private.storage_ref(tensor) for tensor in tensors(inputs)}

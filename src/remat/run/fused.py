@@ -348,6 +348,8 @@ def can_fuse(device: torch.device) -> bool:
 def _works(device: torch.device) -> bool:
     try:
         return _gives_torch_bits("{0} * {0}", lambda x: x * x, "bfloat16", device)
+    except torch.OutOfMemoryError:  # not remembered: there may be room another time
+        raise
     except Exception as error:  # what a missing compiler raises differs from version to version
         _LOG.warning("recipes run operation by operation: a fused kernel could not be compiled: %s", error)
         return False
@@ -374,6 +376,8 @@ def _tried(
     function = overload(name)
     try:
         return _gives_torch_bits(formula, lambda x: function(x, *args, **dict(kwargs)), dtype, device)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         _LOG.warning("%s runs unfused, its kernel does not compile: %s", name, error)
         return False

@@ -183,7 +183,7 @@ class PlannedRegion:
             self.known[key] = Variant(Mode.FULL)
             return run_checkpointed(forward, args, kwargs, Options(name=self.name), (module,))
         sends = variant.outgoing is not None and self.engine is not None
-        node = compiled_node(tensors(output)) if sends or self.counts.calls == 1 else None
+        node = compiled_node(tensors(output), inputs) if sends or self.counts.calls == 1 else None
         if self.counts.calls == 1 and node is None:
             self._fall_back("the compiled code did not run: a mode or an outer compiler is in its way")
         if sends and node is not None:

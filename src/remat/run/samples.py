@@ -108,7 +108,12 @@ class _Taken:
 
     def expect(self, tensors: Sequence[torch.Tensor], phase: int) -> _TakenSamples:
         indices = {place: rows[phase % PHASES] for place, rows in self._indices.items()}
-        return _TakenSamples(indices, {place: tensors[place].take(indices[place]) for place in self.places})
+        return _TakenSamples(indices, {place: _take(tensors[place], indices[place]) for place in self.places})
+
+
+def _take(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Also of a tensor that the host has, in a region on an accelerator (an index made without device=)."""
+    return tensor.take(index if index.device == tensor.device else index.to(tensor.device))
 
 
 class _TakenSamples:
@@ -119,7 +124,7 @@ class _TakenSamples:
         self._found: dict[int, torch.Tensor] = {}
 
     def see(self, place: int, tensor: torch.Tensor) -> None:
-        self._found[place] = tensor.take(self._indices[place])
+        self._found[place] = _take(tensor, self._indices[place])
 
     def is_complete(self) -> bool:
         return len(self._found) == len(self._expected)
@@ -164,6 +169,8 @@ def _gather(device: torch.device) -> Any:
             launch = _compiled_gather(device)
             if launch is not None and _gathers(launch, device):
                 return launch
+    except torch.OutOfMemoryError:  # not remembered: there may be room another time
+        raise
     except Exception as error:  # what a compiler raises differs from version to version
         _LOG.info("samples are taken one by one: %s", error)
     return None
@@ -208,6 +215,7 @@ class _Gathered:
     def __init__(self, layouts: Mapping[int, Layout], device: torch.device, launch: Any = None) -> None:
         self.places, self.layouts, self.device = tuple(layouts), dict(layouts), device
         self.row = {place: row for row, place in enumerate(layouts)}
+        self._number = -1 if device.index is None else device.index  # as tensors say it
         self.launch = launch or _gather(device)
         by_layout = [_byte_offsets(layout) for layout in layouts.values()]
         self.table = torch.tensor(by_layout, dtype=torch.int64).transpose(0, 1).contiguous().to(device)
@@ -222,11 +230,21 @@ class _Gathered:
         ).unbind()
         samples = _GatheredSamples(self, self._tables[phase % PHASES], expected, found)
         for first in range(0, len(self.places), _AT_ONCE):
-            addresses = [tensors[place].data_ptr() for place in self.places[first : first + _AT_ONCE]]
-            self.take(samples.table, expected, first, addresses)
+            looked_at = [self.ready(p, tensors[p]) for p in self.places[first : first + _AT_ONCE]]
+            self.take(samples.table, expected, first, looked_at)
         return samples
 
-    def take(self, table: int, out: torch.Tensor, first: int, addresses: list[int]) -> None:
+    def ready(self, place: int, tensor: torch.Tensor) -> torch.Tensor:
+        """The same numbers where the kernel looks for them: on the device (an index that was made without
+        device= is on the host), and in the layout that was captured."""
+        layout = self.layouts[place]
+        if tensor.get_device() == self._number and tensor.stride() == layout.stride:
+            return tensor
+        fresh = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=self.device)
+        return fresh.copy_(tensor)
+
+    def take(self, table: int, out: torch.Tensor, first: int, tensors: list[torch.Tensor]) -> None:
+        addresses = [tensor.data_ptr() for tensor in tensors]
         padding = [0] * (_AT_ONCE - len(addresses))
         arguments = (out.data_ptr(), table, self.sizes.data_ptr(), first, *addresses, *padding)
         if current_device_index() == self.device.index:
@@ -253,11 +271,8 @@ class _GatheredSamples:
         self._seen: set[int] = set()
 
     def see(self, place: int, tensor: torch.Tensor) -> None:
-        layout = self._probes.layouts[place]
-        if tensor.stride() != layout.stride:  # the same numbers, elsewhere
-            fresh = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=tensor.device)
-            tensor = fresh.copy_(tensor)
-        self._probes.take(self.table, self._found, self._probes.row[place], [tensor.data_ptr()])
+        probes = self._probes
+        probes.take(self.table, self._found, probes.row[place], [probes.ready(place, tensor)])
         self._seen.add(place)
 
     def is_complete(self) -> bool:

@@ -30,7 +30,7 @@ from remat.run.wrap import RegionStatus, unwrap, wrap
 from remat.trace.capture import Capture, capture
 from remat.trace.discover import Block
 from remat.trace.fold import folded
-from remat.trace.graphwalk import GraphNode, saved_tensors
+from remat.trace.graphwalk import saved_tensors, walk
 from remat.trace.price import price
 from remat.trace.record import has_storage
 from remat.trace.selfcheck import checked
@@ -78,7 +78,7 @@ class Survey:
     sightings: list[Sighting] = field(default_factory=list)
     species: list[Species] = field(default_factory=list)
     boundary_bytes: list[int] = field(default_factory=list)
-    passing: set[int] = field(default_factory=set)  # boundaries made between regions, and not held there
+    passing: set[int] = field(default_factory=set)  # boundaries made between regions that nobody holds there
 
 
 # ------------------------------------------------------------------------------------ regions as they run
@@ -134,11 +134,14 @@ def survey(
     progress: Progress,
     measure: Measure | None = None,
     like: Sequence[RegionGraph | None] = (),
+    between: Callable[[], None] = lambda: None,
 ) -> Survey:
     """Run forward twice, every region checkpointed. `measure(species, args, kwargs)` is called for each
-    distinct region, in the middle of forward, with the arguments that it is about to be called with. `like`
-    has the graphs of the distinct regions at another size."""
+    distinct region, in the middle of forward, with the arguments that it is about to be called with, and
+    `between` before the second run, which times operations. `like` has the graphs of the distinct regions at
+    another size."""
     found = _all_sights(model, blocks, run)
+    between()
     _Captures(model, found, progress, measure, like).run(blocks, run)
     return found
 
@@ -171,13 +174,50 @@ class _Sights:
         self._calls: dict[str, int] = {}
         self._boundary: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._versions: list[list[tuple[int, torch.Tensor, int]]] = []  # per call: (place, tensor, version)
+        self._passed: list[tuple[list[torch.Tensor], list[Any]]] = []  # per call: inputs, makers of outputs
+        self._given_out: set[int] = set()  # boundaries that the model returns
 
     def run(self, blocks: Sequence[Block], run: Callable[[], torch.Tensor]) -> Survey:
-        with visiting(self._model, blocks, self._visit):
-            loss = run()
+        hook = self._model.register_forward_hook(self._note_output)
+        try:
+            with visiting(self._model, blocks, self._visit):
+                loss = run()
+        finally:
+            hook.remove()
         self._note_fates()
+        held = self._given_out | self._held_between(loss)
         del loss
+        self._versions.clear()
+        self._passed.clear()
+        self._result.passing = {b for b in self._result.passing if b not in held and self._is_gone(b)}
         return self._result
+
+    def _note_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._given_out |= self._known(tensors(output))
+
+    def _held_between(self, loss: torch.Tensor) -> set[int]:
+        """Boundaries that operations outside of regions hold for backward; all, if that cannot be told."""
+        inside = {
+            node
+            for inputs, makers in self._passed
+            for node in makers
+            if node is not None and not any(node is given.grad_fn for given in inputs)
+        }
+        starts = [loss, *(tensor for inputs, _ in self._passed for tensor in inputs)]
+        try:
+            nodes = walk(starts, inside)
+            return self._known([saved.tensor for saved in saved_tensors(nodes)])
+        except Exception:  # a node that does not show what it holds
+            return set(range(len(self._result.boundary_bytes)))
+
+    def _known(self, found: list[torch.Tensor]) -> set[int]:
+        storages = [tensor.untyped_storage() for tensor in found if has_storage(tensor)]
+        known = ((storage, self._boundary.get(storage._cdata)) for storage in storages)
+        return {seen[1] for storage, seen in known if seen is not None and seen[0]() is storage}
+
+    def _is_gone(self, boundary: int) -> bool:
+        """When the graph has gone: nobody else has it, an attribute or a closure."""
+        return all(storage() is None for storage, number in self._boundary.values() if number == boundary)
 
     def _visit(
         self, name: str, tower: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
@@ -190,7 +230,7 @@ class _Sights:
         self._result.passing |= {
             boundary
             for tensor, boundary in zip(inputs, sighting.inputs, strict=True)
-            if _is_let_go(tensor) and not any(boundary in s.outputs for s in self._result.sightings)
+            if tensor.grad_fn is not None and not any(boundary in s.outputs for s in self._result.sightings)
         }
         self._result.sightings.append(sighting)
         self._versions.append([])
@@ -202,6 +242,7 @@ class _Sights:
             if _version(tensor) == version  # a write by the region itself is part of its capture
         ]
         self._result.sightings[index] = replace(sighting, outputs=self._boundaries(tensors(output)))
+        self._passed.append((inputs, [tensor.grad_fn for tensor in tensors(output)]))
         return output
 
     def _boundaries(self, found: list[torch.Tensor]) -> tuple[int, ...]:
@@ -232,20 +273,6 @@ class _Sights:
             )
             shared = frozenset(p for p, b in enumerate(sighting.inputs) if len(readers[b]) > 1)
             self._result.sightings[index] = replace(sighting, written_later=written, shared=shared)
-
-
-def _is_let_go(tensor: torch.Tensor) -> bool:
-    """Made by an operation of the model that does not hold its own result for backward (as tanh does): when
-    forward has returned, only those who read it have it. A leaf, or a view of one, others have too."""
-    base = tensor._base if tensor._base is not None else tensor
-    if tensor.grad_fn is None or base.grad_fn is None or not has_storage(tensor):
-        return False
-    storage = tensor.untyped_storage()
-    made = [GraphNode(node, "", -1, 0) for node in {tensor.grad_fn, base.grad_fn}]
-    return all(
-        not has_storage(saved.tensor) or saved.tensor.untyped_storage() is not storage
-        for saved in saved_tensors(made)
-    )
 
 
 def _version(tensor: torch.Tensor) -> int:

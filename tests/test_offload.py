@@ -230,6 +230,20 @@ def test_memory_that_has_not_left_is_used_again():
     assert engine.counts.fetched_bytes == 0
 
 
+def test_memory_that_was_used_again_goes_with_its_ticket():
+    """Not with the next call of the engine, which may come late: regions in between may send nothing."""
+    engine = make()
+    tensor = block(4)
+    storage = weakref.ref(tensor.untyped_storage())
+    ticket = engine.group(0).send(tensor)
+    del tensor
+    ticket.get((4 * KB // 4,), (1,), 0, torch.float32)
+    assert engine._in_flight_bytes == 4 * KB
+    del ticket
+    assert engine._in_flight_bytes == 0
+    assert storage() is None
+
+
 def test_a_get_without_prefetch_starts_the_copy_and_waits():
     engine = make(limit=0)
     (sent,) = send(engine, 0, [2])

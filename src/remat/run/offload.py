@@ -467,7 +467,8 @@ class Engine:
 
     def _note_death(self, stored: Stored) -> None:
         self._dead.append(stored)
-        if self._closed and self._lock.acquire(blocking=False):  # no later call may come
+        # No later call may come, or not soon; and what was reused has its memory until its copy has landed.
+        if (self._closed or stored.reused) and self._lock.acquire(blocking=False):
             try:
                 self._bury()
             finally:

@@ -378,13 +378,24 @@ def test_a_launch_without_detours() -> None:
             assert rest == (1, 1, 7, 0, 0, None, None, (1, 2), None, None, None)
             self.launched.append((x, stream, arguments))
 
+        def __call__(self, gridX, gridY, gridZ, stream, function, *args):  # type: ignore[no-untyped-def]  # noqa: N803
+            global_scratch = profile_scratch = None
+            self.launch(gridX, gridY, gridZ, stream, function, self.launch_cooperative_grid, self.launch_pdl,
+                        global_scratch, profile_scratch, *args)  # fmt: skip
+
+    class Otherwise(Inside):
+        def __call__(self, *args: Any) -> None:
+            raise TypeError
+
+    compiled.run = Otherwise()  # type: ignore[assignment, method-assign]
+    assert private.direct_launch(compiled, 5, 1) is None, "its C function may take anything"
     compiled.run = inside = Inside()  # type: ignore[assignment, method-assign]
     launch = private.direct_launch(compiled, 5, 1)
     assert launch is not None
     launch(3, 6, 8)
     assert inside.launched == [(0, 5, (1,)), (3, 6, (8,))]
     inside.global_scratch_size = 8
-    assert private.direct_launch(compiled, 5, 1) is None, "it cannot be called here"
+    assert private.direct_launch(compiled, 5, 1) is not None, "by its Python function"
     compiled.run = lambda grid, stream: None  # type: ignore[assignment, method-assign]
     assert private.direct_launch(compiled, 5) is None
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 import operator
 import os
 import shutil
@@ -156,11 +157,24 @@ def direct_launch(compiled: Any, stream: int, *trial: Any) -> Callable[..., None
     return None
 
 
+_C_LAUNCH = (
+    "self.launch(gridX, gridY, gridZ, stream, function, self.launch_cooperative_grid, self.launch_pdl, "
+    "global_scratch, profile_scratch, *args)"
+)
+
+
 def _innermost_launch(compiled: Any) -> Callable[..., None]:
-    """Triton's C function, for kernels that need no memory of their own."""
+    """Triton's C function, for kernels that need no memory of their own; only where Triton's own Python calls
+    it so."""
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
     if run.global_scratch_size or run.profile_scratch_size:
         raise AttributeError("it wants memory")
+    try:
+        source = inspect.getsource(type(run).__call__)
+    except OSError:
+        source = ""
+    if _C_LAUNCH not in " ".join(source.split()):
+        raise AttributeError("it is launched in another way")
     c_launch, options = run.launch, (run.launch_cooperative_grid, run.launch_pdl, None, None)
 
     def launch(programs: int, stream: int, *arguments: Any) -> None:

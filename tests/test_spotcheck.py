@@ -9,6 +9,7 @@ import random
 import re
 import statistics
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -502,6 +503,53 @@ def test_more_tensors_than_one_launch_takes(way: Callable[..., Probes]) -> None:
                 check.see(place, tensor + 1 if place == wrong else tensor)
         assert check.is_complete()
         assert check.describe() == (None if wrong is None else str(wrong))
+
+
+def test_small_tensors_wait_for_each_other_and_large_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    gathers_by_address(monkeypatch)
+    launched: list[tuple[int, int, int]] = []
+
+    def launch(programs: int, stream: int, out: int, table: int, sizes: int, first: int, *rest: int) -> None:
+        launched.append((programs, stream, first))
+        _launch(programs, stream, out, table, sizes, first, *rest)
+
+    monkeypatch.setattr(samples, "_gather", lambda device: launch)
+    tensors = [torch.arange(40.0 + n) for n in range(11)]
+    layouts = {place: layout_of(tensor) for place, tensor in enumerate(tensors)}
+    taken = probes(layouts, CPU).expect(tensors, 2)
+    assert launched == [(8, 0, 0), (3, 0, 8)]
+    launched.clear()
+    for place in reversed(range(11)):  # as backward asks
+        taken.see(place, tensors[place].clone())
+    assert launched == [(8, 0, 0), (3, 0, 8)]
+    assert all(torch.equal(*taken.pair(place)) for place in range(11))
+
+    taken.forget()
+    launched.clear()
+    for place in (9, 3, 4):
+        taken.see(place, tensors[place] + (place == 4))
+    assert not launched
+    assert len(list(taken.pairs())) == 3, "those that were seen"
+    assert launched == [(2, 0, 3), (1, 0, 9)]
+    assert [torch.equal(*taken.pair(place)) for place in (9, 3, 4)] == [True, True, False]
+
+    taken.forget()
+    launched.clear()
+    streams = iter([5, 5, 6, 5])
+    monkeypatch.setattr(samples, "current_stream_handle", lambda device: next(streams))
+    for place in (1, 2, 3, 5):
+        taken.see(place, tensors[place])
+    assert launched == [(2, 5, 1), (1, 6, 3)], "each where it was made"
+
+    monkeypatch.setattr(samples, "current_stream_handle", lambda device: 0)
+    monkeypatch.setattr(samples, "_SMALL_BYTES", 0)
+    taken = probes(layouts, CPU).expect(tensors, 2)
+    launched.clear()
+    held = tensors[7].clone()
+    memory = weakref.ref(held.untyped_storage())
+    taken.see(7, held)
+    del held
+    assert (launched, memory()) == ([(1, 0, 7)], None)
 
 
 def test_a_tensor_that_is_rebuilt_with_other_strides(way: Callable[..., Probes]) -> None:

@@ -2,7 +2,8 @@
 
 Two ways to take them. `torch.take` runs everywhere, one operation per tensor. Where Triton is, one kernel
 takes those of up to eight tensors at a time, byte by byte, into memory that is there already: where the host
-sets the pace, the spot check costs what the host does for it.
+sets the pace, the spot check costs what the host does for it. There tensors are small, and those of a region
+wait for each other in backward, to be looked at together.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ SAMPLES = 16  # elements of each tensor
 PHASES = 16  # sets of samples, taken in turn
 _WIDEST = 8  # bytes of an element, at most
 _AT_ONCE = 8  # tensors that one launch looks at
+_SMALL_BYTES = 2**25  # of all tensors of a region that are looked at: rebuilt ones may wait for each other
 
 
 @dataclass(frozen=True)
@@ -216,6 +218,7 @@ class _Gathered:
         self.places, self.layouts, self.device = tuple(layouts), dict(layouts), device
         self.row = {place: row for row, place in enumerate(layouts)}
         self._number = -1 if device.index is None else device.index  # as tensors say it
+        self.small = sum(x.numel() * x.dtype.itemsize for x in layouts.values()) <= _SMALL_BYTES
         self.launch = launch or _gather(device)
         by_layout = [_byte_offsets(layout) for layout in layouts.values()]
         self.table = torch.tensor(by_layout, dtype=torch.int64).transpose(0, 1).contiguous().to(device)
@@ -231,7 +234,7 @@ class _Gathered:
         samples = _GatheredSamples(self, self._tables[phase % PHASES], expected, found)
         for first in range(0, len(self.places), _AT_ONCE):
             looked_at = [self.ready(p, tensors[p]) for p in self.places[first : first + _AT_ONCE]]
-            self.take(samples.table, expected, first, looked_at)
+            self.take(samples.table, expected, first, looked_at, current_stream_handle(self.device))
         return samples
 
     def ready(self, place: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -243,15 +246,18 @@ class _Gathered:
         fresh = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=self.device)
         return fresh.copy_(tensor)
 
-    def take(self, table: int, out: torch.Tensor, first: int, tensors: list[torch.Tensor]) -> None:
+    def take(
+        self, table: int, out: torch.Tensor, first: int, tensors: list[torch.Tensor], stream: int
+    ) -> None:
+        """The samples of tensors that are `ready`, for the rows from `first` on."""
         addresses = [tensor.data_ptr() for tensor in tensors]
         padding = [0] * (_AT_ONCE - len(addresses))
         arguments = (out.data_ptr(), table, self.sizes.data_ptr(), first, *addresses, *padding)
         if current_device_index() == self.device.index:
-            self.launch(len(addresses), current_stream_handle(self.device), *arguments)
+            self.launch(len(addresses), stream, *arguments)
             return
         with torch.cuda.device(self.device):
-            self.launch(len(addresses), current_stream_handle(self.device), *arguments)
+            self.launch(len(addresses), stream, *arguments)
 
 
 def _byte_offsets(layout: Layout) -> list[list[int]]:
@@ -263,17 +269,43 @@ def _byte_offsets(layout: Layout) -> list[list[int]]:
 
 
 class _GatheredSamples:
-    __slots__ = ("_expected", "_found", "_probes", "_seen", "table")
+    __slots__ = ("_expected", "_found", "_probes", "_seen", "_stream", "_waiting", "table")
 
     def __init__(self, probes: _Gathered, table: int, expected: torch.Tensor, found: torch.Tensor) -> None:
         self._probes, self.table = probes, table
         self._expected, self._found = expected, found
         self._seen: set[int] = set()
+        self._waiting: dict[int, torch.Tensor] = {}  # by row: seen, but not looked at yet
+        self._stream = 0  # on which those that wait were made
 
     def see(self, place: int, tensor: torch.Tensor) -> None:
         probes = self._probes
-        probes.take(self.table, self._found, probes.row[place], [probes.ready(place, tensor)])
+        stream = current_stream_handle(probes.device)
+        if stream != self._stream:
+            self._look()
+            self._stream = stream
+        self._waiting[probes.row[place]] = probes.ready(place, tensor)
         self._seen.add(place)
+        if not probes.small or len(self._seen) == len(probes.places):
+            self._look()
+
+    def _look(self) -> None:
+        """Take the samples of those that wait, rows in a row at a time."""
+        rows = sorted(self._waiting)
+        while rows:
+            first = rows[0]
+            together = [row for number, row in enumerate(rows[:_AT_ONCE]) if row == first + number]
+            tensors = [self._waiting[row] for row in together]
+            self._probes.take(self.table, self._found, first, tensors, self._stream)
+            del rows[: len(together)]
+        self._waiting.clear()
+
+    def _look_late(self) -> None:
+        """Some were not rebuilt: only a part of the graph ran. Who compares may be on another stream."""
+        if self._waiting:
+            self._look()
+            if self._stream != current_stream_handle(self._probes.device):
+                torch.cuda.synchronize(self._probes.device)
 
     def is_complete(self) -> bool:
         return len(self._seen) == len(self._probes.places)
@@ -282,12 +314,14 @@ class _GatheredSamples:
         return list(self._seen)
 
     def pair(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self._look_late()
         row, dtype = self._probes.row[place], self._probes.layouts[place].dtype
         taken = (samples[row, :, : dtype.itemsize].contiguous() for samples in (self._expected, self._found))
         expected, found = (each.view(dtype).flatten() for each in taken)
         return expected, found
 
     def pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        self._look_late()
         if self.is_complete():
             yield self._expected, self._found
             return
@@ -297,3 +331,4 @@ class _GatheredSamples:
 
     def forget(self) -> None:
         self._seen.clear()
+        self._waiting.clear()

@@ -326,12 +326,17 @@ def test_what_lies_otherwise_than_planned_stays_and_the_rest_is_sent(monkeypatch
 
 
 def test_with_the_host_a_faster_set_takes_the_place_of_the_smallest() -> None:
-    joint = price_joint(_joint(), CPU)
+    """Where the last two sets can both wait on the host, the slower of them is lighter by next to nothing."""
+    joint = _joint()
+    corners = chosen_sets(joint, most=99)
     without = chosen_sets(joint)
-    largest = without[0].resident_bytes
-    beside = chosen_sets(joint, hidden_bytes=largest // 3)
+    beside = chosen_sets(joint, hidden_bytes=corners[-2].resident_bytes)
+    assert without[-1] == corners[-1]
+    assert beside[-1] == corners[-2]
+    assert corners[-1] not in beside
     assert len(beside) <= 4
-    assert set_seconds(joint, beside[-1]) <= set_seconds(joint, without[-1])
+    assert beside[-1].resident_bytes > without[-1].resident_bytes
+    assert set_seconds(joint, beside[-1]) < set_seconds(joint, without[-1])
 
 
 class Bent(nn.Module):

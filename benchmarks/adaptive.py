@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gc
 import json
 import platform
 import random
@@ -27,15 +26,14 @@ from typing import Any
 import numpy
 import torch
 import transformers
+from gauge import clean, synchronize
 from torch import nn
+from workloads import CUDA, DEVICE, DTYPE
 
 import remat
 from remat.check.live import LiveBytes, Meter
 from remat.run.wrap import bypass
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
-DTYPE = torch.bfloat16 if CUDA else torch.float32
 ROWS = 8 if CUDA else 1
 LONGEST = 2048 if CUDA else 256
 VOCABULARY = 32000 if CUDA else 64
@@ -72,17 +70,6 @@ def lengths(steps: int) -> list[int]:
     return [LONGEST, *(int(n) for n in numpy.clip(drawn, 32, LONGEST))]
 
 
-def wait() -> None:
-    if CUDA:
-        torch.cuda.synchronize()
-
-
-def clean() -> None:
-    gc.collect()
-    if CUDA:
-        torch.cuda.empty_cache()
-
-
 class Way:
     """One way to train: its steps are timed, and their peak is read (without accelerator: in a run apart)."""
 
@@ -93,14 +80,14 @@ class Way:
         self.peak = 0
 
     def run(self, batch: dict[str, torch.Tensor]) -> None:
-        wait()
+        synchronize()
         if CUDA:
             torch.cuda.reset_peak_memory_stats()
         begin = time.perf_counter()
         self._step(batch)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        wait()
+        synchronize()
         self.seconds.append(time.perf_counter() - begin)
         if CUDA:
             self.peak = max(self.peak, torch.cuda.max_memory_allocated())

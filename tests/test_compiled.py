@@ -7,13 +7,12 @@ by operation, so that gradients can be compared bit for bit with the untouched m
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,23 +43,17 @@ from remat.trace.joint import price_joint
 
 CPU = torch.device("cpu")
 # The compiler looks at .grad of its inputs, which are not leaves, and of what it was given by torch itself.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor:UserWarning",
-    "ignore::DeprecationWarning:torch",
-    "ignore::FutureWarning:torch",
-)
+pytestmark = [
+    pytest.mark.usefixtures("forgets_compiled"),
+    pytest.mark.filterwarnings(
+        "ignore:The .grad attribute of a Tensor:UserWarning",
+        "ignore::DeprecationWarning:torch",
+        "ignore::FutureWarning:torch",
+    ),
+]
 needs_compiler = pytest.mark.skipif(
     bool(compiler_problem("cpu")), reason=f"no compiler for the host: {compiler_problem('cpu')}"
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _forget() -> Iterator[None]:
-    """What the compiler keeps is large: other tests in this process count objects and bytes."""
-    yield
-    compiled._cache.clear()
-    torch._dynamo.reset()
-    gc.collect()
 
 
 class Block(nn.Module):

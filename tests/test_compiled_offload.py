@@ -10,7 +10,6 @@ import copy
 import gc
 import pickle
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -52,20 +51,15 @@ from test_compiled import (
 )
 
 ALL = ["keep", "recompute", "offload"]
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor:UserWarning",
-    "ignore::DeprecationWarning:torch",
-    "ignore::FutureWarning:torch",
-)
+pytestmark = [
+    pytest.mark.usefixtures("forgets_compiled"),
+    pytest.mark.filterwarnings(
+        "ignore:The .grad attribute of a Tensor:UserWarning",
+        "ignore::DeprecationWarning:torch",
+        "ignore::FutureWarning:torch",
+    ),
+]
 _profiles: dict[str, remat.Profile] = {}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _forget() -> Iterator[None]:
-    yield
-    compiled._cache.clear()
-    torch._dynamo.reset()
-    gc.collect()
 
 
 def profile_of_stack() -> remat.Profile:

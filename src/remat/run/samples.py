@@ -28,7 +28,7 @@ SAMPLES = 16  # elements of each tensor
 PHASES = 16  # sets of samples, taken in turn
 _WIDEST = 8  # bytes of an element, at most
 _AT_ONCE = 8  # tensors that one launch looks at
-_SMALL_BYTES = 2**25  # of all tensors of a region that are looked at: rebuilt ones may wait for each other
+_SMALL_BYTES = 2**24  # of all tensors of a region that are looked at: rebuilt ones may wait for each other
 
 
 @dataclass(frozen=True)

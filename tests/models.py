@@ -6,7 +6,7 @@ Every model is built from the same seed, so two calls of the same builder give e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +61,19 @@ def zoo(build: Callable[[], Case]) -> Callable[[], Case]:
 
 
 # ---------------------------------------------------------------------------------------- written by hand
+
+
+class InARow(nn.Module):
+    """Blocks, and a loss of its own."""
+
+    def __init__(self, blocks: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
 
 
 class MlpBlock(nn.Module):

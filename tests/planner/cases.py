@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
@@ -69,7 +70,7 @@ def profiles(draw: st.DrawFn, *, nested: bool | None = None) -> Profile:
         optimizer_temporary=draw(st.sampled_from([0, 60])),
         other=draw(small),
     )
-    return profile(
+    made = profile(
         menu,
         calls,
         segments,
@@ -78,6 +79,7 @@ def profiles(draw: st.DrawFn, *, nested: bool | None = None) -> Profile:
         accumulate=draw(st.booleans()),
         step_seconds=10.0,
     )
+    return replace(made, passing=tuple(draw(st.sets(st.sampled_from([0, 1])))))
 
 
 def _segment(draw: st.DrawFn, phase: Phase, call: int, gradients: int) -> Segment:
@@ -111,6 +113,13 @@ def naive_peaks(given: Profile, choices: Sequence[int]) -> list[int]:
         for boundary, nbytes in enumerate(given.boundary_bytes):
             makers = [i for i, call in enumerate(given.calls) if boundary in call.outputs]
             readers = [i for i, call in enumerate(given.calls) if boundary in call.inputs]
+            if boundary in given.passing and not makers and len(readers) == 1 and readers[0] in backward:
+                reader = readers[0]
+                position = given.calls[reader].inputs.index(boundary)
+                free = chosen[reader].mode is not Mode.FULL and position not in chosen[reader].holds_inputs
+                turned = any(s.phase is Phase.BACKWARD for s in given.segments[: k + 1])
+                if free and turned and forward[reader] < k < backward[reader]:
+                    level -= nbytes
             if len(makers) != 1 or len(readers) != 1 or readers[0] not in backward:
                 continue
             maker, reader = makers[0], readers[0]

@@ -12,7 +12,7 @@ from remat.planner.program import (
     Window,
     lagrangian_bound,
     memory_prices,
-    program,
+    programs,
     solve_milp,
     window_sizes,
 )
@@ -31,7 +31,7 @@ def least_budget(profile: Profile, allow: Sequence[Action] = DEFAULT_ALLOW) -> i
         without = [action for action in allow if action is not Action.OFFLOAD]
         ways = [(without, None)] if Action.KEEP in allow or Action.RECOMPUTE in allow else []
         ways += [(allow, Window(nbytes)) for nbytes in sizes]
-    problems = [program(profile, actions, window) for actions, window in ways]
+    problems = [problem for actions, window in ways for problem in programs(profile, actions, window)]
     return min(simulate(profile, least_choices(p, chain(p))).peak_bytes for p in problems)
 
 
@@ -41,19 +41,22 @@ def time_lower_bound(profile: Profile, budget_bytes: int, allow: Sequence[Action
     The optimum of the relaxed program, in which a call may be spread over several entries, made safe against
     the solver's rounding.
     """
-    problem = program(profile, allow)
+    return profile.step_seconds + min(
+        _least_extra_seconds(profile, problem, budget_bytes) for problem in programs(profile, allow)
+    )
+
+
+def _least_extra_seconds(profile: Profile, problem: Program, budget_bytes: int) -> float:
     nested = chain(problem)
     least = simulate(profile, least_choices(problem, nested))
     if max((point.peak_bytes - point.moving for point in least.points), default=0) > budget_bytes:
         return math.inf  # even if copies took no memory
     prices = memory_prices(problem, budget_bytes)
     if nested is None:
-        bound = lagrangian_bound(problem, budget_bytes, prices)
-    else:
-        linked = set(nested.calls)
-        settled = sum(c.options[0].seconds for i, c in enumerate(problem.calls) if i not in linked)
-        bound = bound_seconds(nested, budget_bytes, prices) + settled
-    return profile.step_seconds + bound
+        return lagrangian_bound(problem, budget_bytes, prices)
+    linked = set(nested.calls)
+    settled = sum(c.options[0].seconds for i, c in enumerate(problem.calls) if i not in linked)
+    return bound_seconds(nested, budget_bytes, prices) + settled
 
 
 def least_choices(problem: Program, nested: Chain | None) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ rest to HiGHS.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +22,12 @@ from scipy.sparse import coo_array, csr_array, hstack
 from remat.errors import InputError
 from remat.planner.simulate import (
     Boundary,
+    Passing,
     Span,
     boundaries,
     call_label,
     held_bytes,
+    passing_boundaries,
     returned_inputs,
     segment_peak,
     simulate,
@@ -43,6 +45,7 @@ __all__ = [
     "lagrangian_bound",
     "memory_prices",
     "program",
+    "programs",
     "solve_milp",
     "window_sizes",
 ]
@@ -51,6 +54,7 @@ Floats = npt.NDArray[np.float64]
 
 _TIME_LIMIT_S = 60.0
 _WINDOW_SHARES = (1.0, 0.5, 0.25)
+_MOST_PROGRAMS = 8  # three tensors that may or may not be held by the one region that reads them
 
 
 @dataclass(frozen=True)
@@ -181,6 +185,41 @@ def program(profile: Profile, allow: Sequence[Action], window: Window | None = N
         floor_bytes=max([profile.step.resident, *(p.peak_bytes for p in reference.points[len(segments) :])]),
         calls=tuple(calls),
         boundaries=boundaries(profile),
+    )
+
+
+def programs(profile: Profile, allow: Sequence[Action], window: Window | None = None) -> tuple[Program, ...]:
+    """The program, and a variant of it for each choice of passing tensors that nobody holds in backward.
+
+    Such a tensor is counted in forward and not in backward, which one level per call cannot say. A variant
+    has only the options that do not hold it, and its bytes taken off where it is gone. The best plan of all
+    variants is the best there is. Past the limit, tensors are counted throughout: the safe side.
+    """
+    found = [program(profile, allow, window)]
+    for passing in passing_boundaries(profile):
+        holds = {passing.input_position in o.holds_inputs for o in found[0].calls[passing.consumer].options}
+        if holds == {False}:
+            found = [_let_go(problem, passing) for problem in found]
+        elif holds == {True, False} and len(found) < _MOST_PROGRAMS:
+            without = [_let_go(problem, passing) for problem in found]
+            found += [problem for problem in without if problem.calls[passing.consumer].options]
+    return tuple(found)
+
+
+def _let_go(problem: Program, passing: Passing) -> Program:
+    reader = problem.calls[passing.consumer]
+    options = tuple(o for o in reader.options if passing.input_position not in o.holds_inputs)
+    return replace(
+        problem,
+        base_bytes=tuple(
+            base - passing.nbytes if passing.first <= k <= passing.last else base
+            for k, base in enumerate(problem.base_bytes)
+        ),
+        calls=(
+            *problem.calls[: passing.consumer],
+            replace(reader, options=options),
+            *problem.calls[passing.consumer + 1 :],
+        ),
     )
 
 

@@ -6,12 +6,12 @@ The solver proposes, the simulator disposes: what is found is replayed by `simul
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from remat.errors import BudgetError, RematError
 from remat.planner.bounds import DEFAULT_ALLOW, entries, least_choices, time_lower_bound
-from remat.planner.chain import Chain, chain, fastest
-from remat.planner.program import Program, memory_prices, program, solve_milp
+from remat.planner.chain import chain, fastest
+from remat.planner.program import Program, memory_prices, programs, solve_milp
 from remat.planner.proposals import polished, proposals, rank
 from remat.planner.simulate import Timeline, simulate
 from remat.records import Action, Mode, Phase, Plan, Profile
@@ -113,44 +113,62 @@ def _fastest(profile: Profile, budget_bytes: int, allow: tuple[Action, ...]) -> 
         return make_plan(profile, untouched, budget_bytes, strategy="optimal", allow=allow)
     if Action.OFFLOAD in allow and any(e.host_bytes for kind in profile.kinds for e in kind.menu):
         return _fastest_with_link(profile, budget_bytes, allow)
-    problem = program(profile, allow)
-    nested = chain(problem)
-    least = least_choices(problem, nested)
-    smallest = simulate(profile, least)
+    found = [_solve(profile, problem, budget_bytes) for problem in programs(profile, allow)]
+    smallest = min((simulate(profile, one.least) for one in found), key=lambda timeline: timeline.peak_bytes)
     if smallest.peak_bytes > budget_bytes:
         raise _out_of_reach(profile, budget_bytes, smallest, allow)
-    choices, notes = _solve(profile, problem, nested, budget_bytes, least)
-    plan = make_plan(profile, choices, budget_bytes, strategy="optimal", allow=allow, notes=notes)
+    plans = [
+        make_plan(profile, one.choices, budget_bytes, strategy="optimal", allow=allow)
+        for one in found
+        if one.choices is not None
+    ]
+    if not plans:
+        raise RematError(
+            f"internal error: no choices within {budget_bytes} bytes, though a step of "
+            f"{smallest.peak_bytes} bytes is known; please report this with the saved profile"
+        )
+    plan = min(plans, key=lambda one: one.predicted_seconds)
     if plan.predicted_peak_bytes > budget_bytes:
         raise RematError(
             f"internal error: the solver's plan peaks at {plan.predicted_peak_bytes} bytes in the simulator, "
             f"over the budget of {budget_bytes}; please report this with the saved profile"
         )
-    return plan
+    gaps = (one.gap_seconds for one in found if one.choices is not None)
+    bound = min(other.predicted_seconds - gap for other, gap in zip(plans, gaps, strict=True))
+    return replace(plan, notes=_not_proven(plan.predicted_seconds - bound))
 
 
-def _solve(
-    profile: Profile, problem: Program, nested: Chain | None, budget_bytes: int, least: tuple[int, ...]
-) -> tuple[tuple[int, ...], tuple[str, ...]]:
+def _not_proven(gap_seconds: float) -> tuple[str, ...]:
+    if gap_seconds <= 0:
+        return ()
+    return (f"not proven: a plan faster by up to {format_seconds(gap_seconds)} may exist",)
+
+
+@dataclass(frozen=True)
+class _Solved:
+    """Of one program: the choices with the least peak, and the fastest within the budget, if there are any.
+    A plan faster than that by `gap_seconds` may exist."""
+
+    least: tuple[int, ...]
+    choices: tuple[int, ...] | None
+    gap_seconds: float = 0.0
+
+
+def _solve(profile: Profile, problem: Program, budget_bytes: int) -> _Solved:
+    nested = chain(problem)
+    least = least_choices(problem, nested)
     if nested is None:
-        return _solve_general(profile, problem, budget_bytes, least), ()
+        return _Solved(least, _solve_general(profile, problem, budget_bytes, least))
     found = fastest(nested, budget_bytes, memory_prices(problem, budget_bytes))
-    if found is None and profile.passing:  # the simulator lets go of those, the solvers count them throughout
-        return least, ("not proven: at the least budget the fastest plan was not sought",)
     if found is None:
-        raise RematError(
-            f"internal error: no chain of choices within {budget_bytes} bytes, though {least} is one; please "
-            f"report this with the saved profile"
-        )
-    notes: tuple[str, ...] = ()
-    if found.gap_seconds > 0:
-        notes = (f"not proven: a plan faster by up to {format_seconds(found.gap_seconds)} may exist",)
-    return entries(problem, [found.options.get(i, 0) for i in range(len(problem.calls))]), notes
+        return _Solved(least, None)
+    options = [found.options.get(i, 0) for i in range(len(problem.calls))]
+    return _Solved(least, entries(problem, options), found.gap_seconds)
 
 
 def _solve_general(
     profile: Profile, problem: Program, budget_bytes: int, least: tuple[int, ...]
-) -> tuple[int, ...]:
+) -> tuple[int, ...] | None:
     """HiGHS works in floats: pull the limit in by what its solution exceeds it, at last take the least."""
     limit = budget_bytes
     for _ in range(4):
@@ -162,7 +180,7 @@ def _solve_general(
         if over <= 0:
             return choices
         limit -= 2 * over
-    return least
+    return least if simulate(profile, least).peak_bytes <= budget_bytes else None
 
 
 def _fastest_with_link(profile: Profile, budget_bytes: int, allow: tuple[Action, ...]) -> Plan:
@@ -173,9 +191,7 @@ def _fastest_with_link(profile: Profile, budget_bytes: int, allow: tuple[Action,
     if best.timeline.peak_bytes > budget_bytes:
         raise _out_of_reach(profile, budget_bytes, best.timeline, allow)
     gap = best.timeline.seconds - time_lower_bound(profile, budget_bytes, allow)
-    notes: tuple[str, ...] = ()
-    if gap > _PROVEN_SHARE * best.timeline.seconds:
-        notes = (f"not proven: a plan faster by up to {format_seconds(gap)} may exist",)
+    notes = _not_proven(gap) if gap > _PROVEN_SHARE * best.timeline.seconds else ()
     return make_plan(profile, best.choices, budget_bytes, strategy="optimal", allow=allow, notes=notes)
 
 

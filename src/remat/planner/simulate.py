@@ -113,11 +113,13 @@ class Boundary:
 @dataclass(frozen=True)
 class Passing:
     """A boundary tensor that no region makes and only `consumer` reads. The model's own code has it until
-    forward has returned; the solvers, which count it throughout, err on the safe side."""
+    forward has returned: it can be gone in the segments from `first` to `last`, in backward."""
 
     nbytes: int
     consumer: int
     input_position: int
+    first: int
+    last: int
 
     def held(self, consumer: Entry) -> bool:
         return consumer.mode is Mode.FULL or self.input_position in consumer.holds_inputs
@@ -166,6 +168,8 @@ def boundaries(profile: Profile) -> tuple[Boundary, ...]:
 def passing_boundaries(profile: Profile) -> tuple[Passing, ...]:
     """Those that come from outside of regions and that a plan can let go."""
     recorded = spans(profile)
+    backward = (k for k, segment in enumerate(profile.segments) if segment.phase is Phase.BACKWARD)
+    turn = next(backward, len(profile.segments))
     found = []
     for boundary in profile.passing:
         read = [
@@ -177,7 +181,8 @@ def passing_boundaries(profile: Profile) -> tuple[Passing, ...]:
         made = any(boundary in call.outputs for call in profile.calls)
         span = recorded[read[0][0]] if len(read) == 1 else None
         if not made and span is not None and span.recorded:
-            found.append(Passing(profile.boundary_bytes[boundary], *read[0]))
+            first = max(turn, span.forward + 1)
+            found.append(Passing(profile.boundary_bytes[boundary], *read[0], first, span.returns - 1))
     return tuple(found)
 
 
@@ -277,11 +282,9 @@ def _shifts(profile: Profile, chosen: Sequence[Entry], references: Sequence[Entr
         span = everywhere[boundary.consumer]
         if span is not None and not boundary.held(chosen[boundary.producer], chosen[boundary.consumer]):
             between(span.forward + 1, span.returns - 1, -boundary.nbytes)
-    turn = next((k for k, s in enumerate(profile.segments) if s.phase is Phase.BACKWARD), len(changes))
     for passing in passing_boundaries(profile):
-        span = everywhere[passing.consumer]
-        if span is not None and not passing.held(chosen[passing.consumer]):
-            between(max(turn, span.forward + 1), span.returns - 1, -passing.nbytes)
+        if not passing.held(chosen[passing.consumer]):
+            between(passing.first, passing.last, -passing.nbytes)
 
     levels, level = [], 0
     for change in changes[:-1]:

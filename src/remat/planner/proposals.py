@@ -19,7 +19,7 @@ from remat.planner.bounds import entries, least_choices
 from remat.planner.chain import Chain, chain, fastest
 from remat.planner.link import host_bytes
 from remat.planner.program import Program, Window, memory_prices, program, solve_milp, window_sizes
-from remat.planner.simulate import Timeline, simulate
+from remat.planner.simulate import Simulator, Timeline
 from remat.records import Action, Profile
 
 __all__ = ["Proposal", "polished", "proposals", "rank"]
@@ -70,10 +70,11 @@ def _scarce_prices(profile: Profile) -> list[float]:
 
 def polished(profile: Profile, budget_bytes: int, allow: Sequence[Action], start: Proposal) -> Proposal:
     """What the simulator prefers among the neighbours of a plan, or among all plans where those are few."""
+    simulator = Simulator(profile)
     problem = program(profile, allow)
     menus = [[option.entry for option in call.options] for call in problem.calls]
     if math.prod(map(len, menus)) <= _MOST_TRIALS:
-        everything = (_proposal(profile, choices) for choices in itertools.product(*menus))
+        everything = (_proposal(simulator, choices) for choices in itertools.product(*menus))
         return min((start, *everything), key=lambda p: rank(profile, p, budget_bytes))
     best, trials, improved = start, 0, True
     while improved and trials < _MOST_TRIALS:
@@ -85,7 +86,7 @@ def polished(profile: Profile, budget_bytes: int, allow: Sequence[Action], start
                 faster = entries_of[entry].extra_seconds < entries_of[best.choices[call]].extra_seconds
                 if entry == best.choices[call] or not (faster or waits):
                     continue
-                other = _proposal(profile, (*best.choices[:call], entry, *best.choices[call + 1 :]))
+                other = _proposal(simulator, (*best.choices[:call], entry, *best.choices[call + 1 :]))
                 trials += 1
                 if rank(profile, other, budget_bytes) < rank(profile, best, budget_bytes):
                     best, improved = other, True
@@ -105,7 +106,8 @@ def _of_window(
 ) -> Iterator[Proposal]:
     problem = program(profile, allow, window)
     nested = chain(problem)
-    least = _proposal(profile, least_choices(problem, nested))
+    simulator = Simulator(profile)
+    least = _proposal(simulator, least_choices(problem, nested))
     yield least
     limit = budget_bytes
     seen = {least.choices}
@@ -113,7 +115,7 @@ def _of_window(
         options = _options(problem, nested, limit)
         if options is None:
             return
-        proposal = _proposal(profile, entries(problem, options))
+        proposal = _proposal(simulator, entries(problem, options))
         yield proposal
         room = budget_bytes - proposal.timeline.peak_bytes
         if proposal.choices in seen or 0 <= room < _WORTHWHILE * budget_bytes:
@@ -129,5 +131,5 @@ def _options(problem: Program, nested: Chain | None, limit_bytes: int) -> Sequen
     return None if found is None else [found.options.get(i, 0) for i in range(len(problem.calls))]
 
 
-def _proposal(profile: Profile, choices: tuple[int, ...]) -> Proposal:
-    return Proposal(choices, simulate(profile, choices), host_bytes(profile, choices))
+def _proposal(simulator: Simulator, choices: tuple[int, ...]) -> Proposal:
+    return Proposal(choices, simulator.run(choices), host_bytes(simulator.profile, choices))

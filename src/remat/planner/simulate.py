@@ -25,6 +25,7 @@ from remat.records import Entry, Mode, Phase, Profile, RegionCall, Segment
 __all__ = [
     "Boundary",
     "Point",
+    "Simulator",
     "Span",
     "Timeline",
     "boundaries",
@@ -216,81 +217,93 @@ def held_bytes(entry: Entry, unread: dict[int, int]) -> int:
 
 def simulate(profile: Profile, choices: Sequence[int]) -> Timeline:
     """The memory timeline of one step, and its seconds, if call i runs in entry `choices[i]` of its menu."""
-    if len(choices) != len(profile.calls):
-        raise ValueError(f"{len(choices)} choices for {len(profile.calls)} region calls")
-    chosen = [_menu(profile, call)[choice] for call, choice in zip(profile.calls, choices, strict=True)]
-    references = [profile.kinds[call.kind].menu[profile.kinds[call.kind].reference] for call in profile.calls]
-
-    shifts = _shifts(profile, chosen, references)
-    link = link_use(profile, choices)
-    moving = [0] * len(shifts) if link is None else link.level_bytes
-    returned = returned_inputs(profile)
-    points = []
-    gradients = 0  # that exist at the start of the segment, in the measured step
-    for segment, shift, held in zip(profile.segments, shifts, moving, strict=True):
-        if segment.call < 0:
-            above = max(segment.peak_bytes - segment.start_bytes, 0)
-        else:
-            entry, reference = chosen[segment.call], references[segment.call]
-            above = segment_peak(segment, entry, reference, returned[segment.call])
-        # Under accumulation all gradients are there from the start. New ones are made and added to them, so
-        # their bytes are a part of the segment's own peak, but not of any later level.
-        present = profile.step.gradients if profile.accumulate else gradients
-        start = profile.step.resident + segment.start_bytes + (present - gradients) + shift + held
-        points.append(_point(profile, _label(profile, segment), segment, start, above, present, held))
-        gradients = segment.gradient_bytes
-    if profile.step.optimizer_state or profile.step.optimizer_temporary:
-        points.append(_optimizer_point(profile))
-
-    worst = max(points, key=lambda point: point.peak_bytes, default=None)
-    return Timeline(
-        points=tuple(points),
-        peak_bytes=profile.step.resident if worst is None else worst.peak_bytes,
-        peak_at="" if worst is None else worst.label,
-        seconds=profile.step_seconds
-        + sum(entry.extra_seconds for entry in chosen)
-        + (0.0 if link is None else link.waited_seconds),
-        link=link,
-    )
+    return Simulator(profile).run(choices)
 
 
-def _menu(profile: Profile, call: RegionCall) -> tuple[Entry, ...]:
-    return profile.kinds[call.kind].menu
+class Simulator:
+    """Many plans over one profile: what does not depend on the choices is worked out once."""
 
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self._menus = [profile.kinds[call.kind].menu for call in profile.calls]
+        self._references = [
+            profile.kinds[call.kind].menu[profile.kinds[call.kind].reference] for call in profile.calls
+        ]
+        self._spans = spans(profile)
+        self._boundaries = boundaries(profile)
+        self._passing = passing_boundaries(profile)
+        self._unread = unread_outputs(profile)
+        self._returned = returned_inputs(profile)
+        self._labels = [_label(profile, segment) for segment in profile.segments]
 
-def _shifts(profile: Profile, chosen: Sequence[Entry], references: Sequence[Entry]) -> list[int]:
-    """By how much the level at the start of each segment differs from the measured step's."""
-    changes = [0] * (len(profile.segments) + 1)
+    def run(self, choices: Sequence[int]) -> Timeline:
+        profile = self.profile
+        if len(choices) != len(profile.calls):
+            raise ValueError(f"{len(choices)} choices for {len(profile.calls)} region calls")
+        chosen = [menu[choice] for menu, choice in zip(self._menus, choices, strict=True)]
+        shifts = self._shifts(chosen)
+        link = link_use(profile, choices)
+        moving = [0] * len(shifts) if link is None else link.level_bytes
+        points = []
+        gradients = 0  # that exist at the start of the segment, in the measured step
+        for segment, label, shift, held in zip(profile.segments, self._labels, shifts, moving, strict=True):
+            if segment.call < 0:
+                above = max(segment.peak_bytes - segment.start_bytes, 0)
+            else:
+                entry, reference = chosen[segment.call], self._references[segment.call]
+                above = segment_peak(segment, entry, reference, self._returned[segment.call])
+            # Under accumulation all gradients are there from the start. New ones are made and added to them,
+            # so their bytes are a part of the segment's own peak, but not of any later level.
+            present = profile.step.gradients if profile.accumulate else gradients
+            start = profile.step.resident + segment.start_bytes + (present - gradients) + shift + held
+            points.append(_point(profile, label, segment, start, above, present, held))
+            gradients = segment.gradient_bytes
+        if profile.step.optimizer_state or profile.step.optimizer_temporary:
+            points.append(_optimizer_point(profile))
 
-    def between(first: int, last: int, nbytes: int) -> None:
-        """The level differs at the start of segments first..last."""
-        if first <= last:
-            changes[first] += nbytes
-            changes[last + 1] -= nbytes
+        worst = max(points, key=lambda point: point.peak_bytes, default=None)
+        return Timeline(
+            points=tuple(points),
+            peak_bytes=profile.step.resident if worst is None else worst.peak_bytes,
+            peak_at="" if worst is None else worst.label,
+            seconds=profile.step_seconds
+            + sum(entry.extra_seconds for entry in chosen)
+            + (0.0 if link is None else link.waited_seconds),
+            link=link,
+        )
 
-    everywhere = spans(profile)
-    for span, entry, reference, unread in zip(
-        everywhere, chosen, references, unread_outputs(profile), strict=True
-    ):
-        if span is None:
-            continue
-        extra = held_bytes(entry, unread) - held_bytes(reference, unread)
-        if not span.recorded:  # whether the reference held anything is unknown: count what is added only
-            extra = max(extra, 0)
-        between(span.forward + 1, span.backward, extra)
-    for boundary in boundaries(profile):
-        span = everywhere[boundary.consumer]
-        if span is not None and not boundary.held(chosen[boundary.producer], chosen[boundary.consumer]):
-            between(span.forward + 1, span.returns - 1, -boundary.nbytes)
-    for passing in passing_boundaries(profile):
-        if not passing.held(chosen[passing.consumer]):
-            between(passing.first, passing.last, -passing.nbytes)
+    def _shifts(self, chosen: Sequence[Entry]) -> list[int]:
+        """By how much the level at the start of each segment differs from the measured step's."""
+        changes = [0] * (len(self.profile.segments) + 1)
 
-    levels, level = [], 0
-    for change in changes[:-1]:
-        level += change
-        levels.append(level)
-    return levels
+        def between(first: int, last: int, nbytes: int) -> None:
+            """The level differs at the start of segments first..last."""
+            if first <= last:
+                changes[first] += nbytes
+                changes[last + 1] -= nbytes
+
+        for span, entry, reference, unread in zip(
+            self._spans, chosen, self._references, self._unread, strict=True
+        ):
+            if span is None:
+                continue
+            extra = held_bytes(entry, unread) - held_bytes(reference, unread)
+            if not span.recorded:  # whether the reference held anything is unknown: count what is added only
+                extra = max(extra, 0)
+            between(span.forward + 1, span.backward, extra)
+        for boundary in self._boundaries:
+            span = self._spans[boundary.consumer]
+            if span is not None and not boundary.held(chosen[boundary.producer], chosen[boundary.consumer]):
+                between(span.forward + 1, span.returns - 1, -boundary.nbytes)
+        for passing in self._passing:
+            if not passing.held(chosen[passing.consumer]):
+                between(passing.first, passing.last, -passing.nbytes)
+
+        levels, level = [], 0
+        for change in changes[:-1]:
+            level += change
+            levels.append(level)
+        return levels
 
 
 def segment_peak(segment: Segment, entry: Entry, reference: Entry, returned: dict[int, int]) -> int:

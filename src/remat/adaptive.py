@@ -8,6 +8,7 @@ step takes more than the budget because its size was new:
 - a recipe at a size where it has not run yet is compared with what is really there before anything is let
   go. Where it does not fit, its region keeps everything and all later ones recompute as a whole: a plan with
   recipes is used at such a size only if the budget holds that as well;
+- host memory for what a plan offloads is there before the step, or that size does without it (remat.sending);
 - a batch too large for any plan is refused before it runs. Inputs unlike all that were measured recompute
   everything; where they hold more elements, memory is taken to grow with the square of that.
 """
@@ -26,22 +27,34 @@ from typing import Any
 from torch import nn
 
 from remat.check.peak import release_cached
-from remat.errors import BudgetError
+from remat.errors import BudgetError, HostMemoryError
 from remat.handle import Handle, Programs, chunked_head, planned_regions, tighter_limit
 from remat.planner.bounds import least_budget
+from remat.planner.link import host_bytes
 from remat.planner.schedule import refusal, schedule
 from remat.planner.simulate import Point, simulate
 from remat.planner.sizes import MisfitError, without_recipes
 from remat.profiling import device_of
-from remat.records import Kind, Mode, Phase, Plan, Recipe
+from remat.records import Action, Kind, Mode, Phase, Plan, Recipe
 from remat.run.journal import Event
 from remat.run.monitor import Monitor, fragmentation_advice, read_device
+from remat.run.offload import Engine
 from remat.run.program import Program
 from remat.run.recipe import compile_recipe
 from remat.run.recover import Failure, remembered_bytes
 from remat.run.region import PlannedRegion
 from remat.run.switch import Switchboard, Table
 from remat.run.wrap import bypassed
+from remat.sending import (
+    NOTHING,
+    HostRoom,
+    Load,
+    least_plan,
+    load_of,
+    window_gap_bytes,
+    without_graphs,
+    without_offload,
+)
 from remat.show.text import Report
 from remat.sizing import Measured, chart_and_family
 from remat.stencil import Stencil, stencil
@@ -68,6 +81,7 @@ class _Ready:
     tables: dict[str, Table]
     plan: Plan | None  # None: recomputes everything
     head: str | None = None
+    load: Load = NOTHING  # what goes to the host
     fresh: bool = False  # recipes that have not run at this size yet
     ran: bool = False  # a forward has begun under it
     hits: int = 0
@@ -78,6 +92,7 @@ class _Ready:
 class _Planned:
     """A plan for one of the row of sizes. `may_fail`: see there."""
 
+    size: int
     plan: Plan
     may_fail: bool
 
@@ -122,6 +137,8 @@ class AdaptiveHandle(Handle):
         self._board = board
         self._paused = False
         self._device = device_of(self.model)
+        self._host = HostRoom(self._device)
+        self._hostless: set[int] = set()  # sizes of plans for which the host had no memory
         self._fitted = fitted.plan
         self._budget = fitted.plan.budget_bytes
         self._chart, self._family, notes = chart_and_family(measured, fitted.plan)
@@ -150,8 +167,12 @@ class AdaptiveHandle(Handle):
             raise
 
     def plan_ahead(self) -> None:
-        """Plan for the whole row of sizes, and compile what those plans use: a new size then takes
-        milliseconds in training."""
+        """Plan for the whole row of sizes, compile what those plans use, and take the host memory that they
+        need: a new size then takes milliseconds in training."""
+        self._plan_the_row()
+        self._reserve_ahead()
+
+    def _plan_the_row(self) -> None:
         largest = size = self._family.sizes[-1]
         while size >= self._family.sizes[0]:
             with suppress(BudgetError):  # at that size only other plans are within the budget
@@ -168,9 +189,28 @@ class AdaptiveHandle(Handle):
             steps = round(_PER_OCTAVE * math.log2(largest / size)) + 1
             size = max(int(largest / 2 ** (steps / _PER_OCTAVE)), self._family.sizes[0])
 
+    def _reserve_ahead(self) -> None:
+        """Host memory for the plan that takes the most, in one piece: all others fit into that."""
+        loads: list[tuple[Load, int]] = []
+        if self._fitted_size is not None:
+            loads.append((load_of(self._fitted), self._fitted_size.size))
+        for planned in self._plans.values():
+            with suppress(MisfitError):
+                loads.append((self._load(planned.plan, planned.size), planned.size))
+        for load, size in sorted(loads, key=lambda pair: -pair[0].host_bytes):
+            if self._has_room(load, size):
+                return
+            with suppress(BudgetError):
+                self._plan(size, True)
+
     @property
     def sizes(self) -> tuple[int, ...]:
         return self._family.sizes
+
+    @property
+    def engine(self) -> Engine | None:
+        """What moves tensors to the host and back, for all plans; None: none of them has had to yet."""
+        return self._host.engine
 
     @property
     def regions(self) -> tuple[PlannedRegion, ...]:
@@ -184,6 +224,7 @@ class AdaptiveHandle(Handle):
     def remove(self) -> None:
         self._hook.remove()
         super().remove()
+        self._host.close()
 
     def _changes_model(self) -> bool:
         """The next batch decides."""
@@ -212,6 +253,7 @@ class AdaptiveHandle(Handle):
 
     def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._settle()
+        self._host.settle()
         self.stats.steps += 1
         if self.stats.steps % _LOOK_EVERY == 0:
             self._look_at_device()
@@ -251,6 +293,8 @@ class AdaptiveHandle(Handle):
     def _go_over(self, key: tuple[Shapes, int], ready: _Ready) -> None:
         changed = self._now is None or ready.plan is not self.plan
         self._now = key
+        self._host.begin(ready.load)
+        self._board.engine = self._host.engine
         self._board.show(ready.tables, ready.head)
         if ready.plan is None:
             self._journal.note("plan changed", "every region recomputes as a whole")
@@ -286,8 +330,10 @@ class AdaptiveHandle(Handle):
             )
             return _Ready({name: Table.whole(tower) for name, tower in self._names.items()}, None)
         recipes = place.exact and shapes not in self._refused and self._trusts(place.size)
-        if place == self._fitted_size and recipes and self._notch == 0 and self._limit is None:
-            return self._with_recipes(self._fitted, self._fitted, None, fresh=False)
+        if place == self._fitted_size and recipes and not self._is_tightened():
+            load = load_of(self._fitted)
+            if place.size not in self._hostless and self._has_room(load, place.size):
+                return self._with_recipes(self._fitted, self._fitted, None, load, fresh=False)
         if recipes:
             ready, holds = self._prepare_recipes(place.size, shapes)
             if ready is not None and (holds or not self._has_whole_plan(place.size)):
@@ -340,10 +386,29 @@ class AdaptiveHandle(Handle):
             return None, False
         known = shapes in self._confirmed
         try:
-            ready = self._with_recipes(planned.plan, exact, size, fresh=not known)
+            load = self._load(planned.plan, size)
+            if not self._has_room(load, planned.size, size):
+                return self._prepare_recipes(size, shapes)  # now without the host
+            ready = self._with_recipes(planned.plan, exact, size, load, fresh=not known)
             return ready, known or planned.may_fail
         except MisfitError:
             return None, False
+
+    def _load(self, plan: Plan, size: int) -> Load:
+        """What it sends at exactly this size; raises MisfitError where that cannot be told."""
+        return load_of(plan, lambda number: self._family.graph_at(number, size))
+
+    def _has_room(self, load: Load, *sizes: int) -> bool:
+        """Have host memory for that; where it is refused, plans for these sizes do without from now on."""
+        try:
+            self._host.reserve(load)
+        except HostMemoryError as error:
+            self._hostless.update(sizes)
+            for key in [key for key in self._plans if key[0] in self._hostless]:
+                del self._plans[key]
+            self._journal.note("fell back", f"size {sizes[-1]} does not offload: {error}")
+            return False
+        return True
 
     def _has_whole_plan(self, size: int) -> bool:
         try:
@@ -353,7 +418,7 @@ class AdaptiveHandle(Handle):
         return True
 
     def _with_recipes(
-        self, plan: Plan, exact: Plan, size: int | None, *, fresh: bool, alone: bool = False
+        self, plan: Plan, exact: Plan, size: int | None, load: Load, *, fresh: bool, alone: bool = False
     ) -> _Ready:
         """`exact` is `plan` with what holds at `size` only; None: the plan has its own graphs. `alone`: see
         `_programs`."""
@@ -366,8 +431,8 @@ class AdaptiveHandle(Handle):
                 tables[name].shadow = True
         again = None
         if size is not None and not alone and size not in self._family.sizes and _has_fused(plan):
-            again = partial(self._with_recipes, plan, exact, size, fresh=False, alone=True)
-        return _Ready(tables, plan, chunked_head(exact), fresh and has_recipes, again=again)
+            again = partial(self._with_recipes, plan, exact, size, load, fresh=False, alone=True)
+        return _Ready(tables, plan, chunked_head(exact), load, fresh and has_recipes, again=again)
 
     def _at_exactly(self, plan: Plan, size: int) -> Plan | None:
         """The plan with the signatures of this size; None if those cannot be told."""
@@ -438,7 +503,7 @@ class AdaptiveHandle(Handle):
                 for point in timeline.points
                 if point.call == first and point.phase is Phase.FORWARD
             )
-            if max(timeline.peak_bytes, beside) > self._limit_bytes():
+            if max(timeline.peak_bytes, beside) + window_gap_bytes(plan, choices) > self._limit_bytes():
                 return False
         return True
 
@@ -454,7 +519,7 @@ class AdaptiveHandle(Handle):
                     if target == size:
                         raise
                     continue
-                self._plans[key] = _Planned(made, recipes and self._may_fail(made))
+                self._plans[key] = _Planned(target, made, recipes and self._may_fail(made))
                 self._journal.note("planned", f"size {target}: {_describe(made)}")
                 while len(self._plans) > _REMEMBERED:
                     self._plans.popitem(last=False)
@@ -472,14 +537,17 @@ class AdaptiveHandle(Handle):
         found = self._family.profile_at(size)
         found = found if recipes else without_recipes(found)
         limit, allow = self._limit_bytes(), self._fitted.allow
+        if Action.OFFLOAD in allow:
+            found = without_graphs(found)
+            allow = allow if recipes and size not in self._hostless else without_offload(allow)
         try:
             made = schedule(found, limit, allow=allow)
         except BudgetError as error:
-            least = least_budget(found, allow)
+            made = least_plan(found, allow, error.needed)
+            least = made.predicted_peak_bytes
             if least > self._budget - self._over and not self._is_tightened():
                 where = f"This batch is of size {size}; what was measured: {list(self.sizes)}. {error.where}"
                 raise refusal(self._budget, least + self._over, error.hints, where) from None
-            made = schedule(found, least, allow=allow)
         return replace(made, budget_bytes=self._budget)
 
     def _is_tightened(self) -> bool:
@@ -586,6 +654,8 @@ def _does_the_same(a: Plan, b: Plan) -> bool:
 def _describe(plan: Plan) -> str:
     modes = [plan.entry(i).mode for i in range(len(plan.choices))]
     counts = [f"{modes.count(mode)} {word}" for mode, word in _WORDS.items() if mode in modes]
+    sent = host_bytes(plan.profile, plan.choices)
+    counts += [f"{format_bytes(sent)} to the host"] if sent else []
     return f"{', '.join(counts)}; peak {format_bytes(plan.predicted_peak_bytes)} predicted"
 
 

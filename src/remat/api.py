@@ -169,12 +169,11 @@ def fit(
     keeps more. Give the largest batch; it is cut to measure two smaller sizes, or pass batches of other sizes
     to measure instead of True. A batch that no plan holds raises BudgetError before it runs; so do inputs of
     another kind (one more argument, another width) that hold more than was measured, if recomputing all of it
-    may be over the budget. `on_event` is called with everything that changes while training.
+    may be over the budget. With "offload" a long batch sends to the host what a short one keeps; host memory
+    for all of these plans is pinned by `fit`. `on_event` is called with everything that changes while training.
     """
     on_device = isinstance(model, nn.Module) and device_of(model).type == "cuda"
-    allowed = _actions(allow, offload=on_device and adaptive is False)
-    if adaptive is not False and Action.OFFLOAD in allowed:
-        raise InputError('adaptive plans do not offload yet; leave out adaptive=, or "offload" in allow')
+    allowed = _actions(allow, offload=on_device)
     batch = ranks.largest(batch, signature(batch))
     request = _request(model, batch, loss, step, optimizer, accumulate, allowed, compile)
     request = replace(request, parts=request.parts and adaptive is False)

@@ -41,7 +41,16 @@ from remat.run.switch import Switchboard
 from remat.show.text import Report
 from remat.units import format_bytes
 
-__all__ = ["Handle", "Programs", "apply", "at_work", "chunked_head", "planned_regions", "tighter_limit"]
+__all__ = [
+    "Handle",
+    "Programs",
+    "apply",
+    "at_work",
+    "chunked_head",
+    "frugal_choices",
+    "planned_regions",
+    "tighter_limit",
+]
 
 _TRIES = 4  # runs of one step before it is given up
 _TIGHTER = 0.9  # of the present limit, for the next plan after running out of memory
@@ -347,6 +356,14 @@ def planned_regions(plan: Plan, check: bool, programs: Programs | None = None) -
         region.turn = region.place = turn
         region.turns = len(regions)
     return regions
+
+
+def frugal_choices(plan: Plan) -> tuple[int, ...]:
+    """What each call really runs in: see `_frugal_choice`."""
+    calls: dict[str, list[int]] = {}
+    for index, call in enumerate(plan.profile.calls):
+        calls.setdefault(call.name, []).append(index)
+    return tuple(_frugal_choice(plan, calls[call.name], call) for call in plan.profile.calls)
 
 
 def _frugal_choice(plan: Plan, indices: list[int], call: RegionCall) -> int:

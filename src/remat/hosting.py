@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from remat.errors import HostMemoryError
-from remat.records import LinkRates
+from remat.records import LinkRates, Profile
 from remat.run.hostmem import available_host_bytes
 from remat.run.offload import HOST_SHARE, Engine
 
@@ -32,14 +32,17 @@ class Hosting:
 
 
 @contextmanager
-def hosting(device: torch.device) -> Iterator[Hosting]:
-    """Calibrate the link and have an engine for a while. HostMemoryError: no host memory can be had."""
-    limit = int(available_host_bytes() * HOST_SHARE)
+def hosting(device: torch.device, like: Profile | None = None) -> Iterator[Hosting]:
+    """Calibrate the link and have an engine for a while. HostMemoryError: no host memory can be had. `like`:
+    a profile that has measured this link, so that it is not measured again."""
+    limit = None if like is None else like.host_limit_bytes
+    limit = int(available_host_bytes() * HOST_SHARE) if limit is None else limit
     engine = Engine(device, in_flight_limit_bytes=_EVERYTHING, host_limit_bytes=limit)
     try:
         try:
-            link = engine.link
-            rates = link.calibrate() if device.type == "cuda" else link.calibrate(_SIMULATED_BYTES, 1)
+            link, rates = engine.link, None if like is None else like.link
+            if rates is None:
+                rates = link.calibrate() if device.type == "cuda" else link.calibrate(_SIMULATED_BYTES, 1)
         except (RuntimeError, MemoryError, OSError) as error:
             raise HostMemoryError(f"the link to the host cannot be measured: {error}") from error
         yield Hosting(rates, limit, engine)

@@ -136,8 +136,13 @@ def _recipes_of(like: Sequence[Kind], graph: RegionGraph | None) -> tuple[Recipe
         if kind.graph is None or [op.name for op in kind.graph.ops] != [op.name for op in graph.ops]:
             return ()
     return tuple(
-        replace(recipe, replay_seconds=sum(graph.ops[op].seconds for op in recipe.replayed))
+        replace(
+            recipe,
+            replay_seconds=sum(graph.ops[op].seconds for op in recipe.replayed),
+            host_bytes=sum(graph.storages[s].nbytes for s in recipe.offloaded),
+        )
         for recipe in found
+        if max(recipe.offloaded, default=0) < len(graph.storages)
     )
 
 

@@ -170,12 +170,14 @@ def _try_kernels(device: torch.device) -> None:
 def _hosting(
     request: Request, device: torch.device, stack: ExitStack, notes: list[str], progress: Progress
 ) -> Hosting | None:
-    if not request.offload:
+    like = request.like
+    if not request.offload or (like is not None and like.link is None):
         return None
-    progress("measuring the link to the host")
+    if like is None:
+        progress("measuring the link to the host")
     found, problem = None, ""
     try:
-        found = stack.enter_context(hosting(device))
+        found = stack.enter_context(hosting(device, like))
     except HostMemoryError as error:
         problem = str(error)
     if ranks.all_of(found is not None):

@@ -26,14 +26,21 @@ __all__ = ["Stencil", "stencil"]
 
 _NUMBER = re.compile(r"(?<![\w.])\d+(?![\w.])")  # a whole number, not part of a name or of a fraction
 _PLACES = "K"
-_SAME = ("parameters", "modules", "kept", "memo_size", "replayed_ops", "moved", "recipe", "device")
+_SAME = (
+    "parameters", "modules", "kept", "memo_size", "replayed_ops", "moved_taps", "send_order", "recipe",
+    "device",
+)  # fmt: skip
+
+
+_Shape = tuple[tuple[int, ...], tuple[int, ...], str]  # shape, stride, label
 
 
 @dataclass(frozen=True)
 class Stencil:
     code: CodeType
     numbers: tuple[Callable[[int], int], ...]
-    slots: Callable[[int], tuple[tuple[tuple[int, ...], tuple[int, ...], str], ...]]
+    slots: Callable[[int], tuple[_Shape, ...]]
+    moved: Callable[[int], tuple[_Shape, ...]]
     graph: Callable[[int], RegionGraph]
     needs_values: bool  # the code reads the shapes of values that it writes to
     like: Program  # at one size: everything that is the same at all
@@ -54,6 +61,10 @@ class Stencil:
         made = {field.name: getattr(self.like, field.name) for field in fields(Program)}
         made |= {name: names[name] for name in made if callable(made[name]) and name in names}
         made["slots"] = slots
+        made["moved"] = tuple(
+            replace(slot, shape=shape, stride=stride, label=label)
+            for slot, (shape, stride, label) in zip(self.like.moved, self.moved(size), strict=True)
+        )
         looked_at = {place: slot.layout for place, slot in enumerate(slots) if slot.checked}
         made["probes"] = probes(looked_at, self.like.device)
         return _Sized(**made, exact=self.graph, size=size)
@@ -82,6 +93,8 @@ def stencil(
     for name in _SAME:
         if any(getattr(program, name) != getattr(programs[0], name) for program in programs):
             raise MisfitError(f"the {name} of a recipe differ with the size")
+    if any([m.dtype for m in p.moved] != [m.dtype for m in programs[0].moved] for p in programs):
+        raise MisfitError("what a recipe sends to the host differs with the size")
     if any(program.probes.places != programs[0].probes.places for program in programs):
         raise MisfitError("what the spot check looks at differs with the size")
     text, numbers = _merged(sizes, [program.text for program in programs])
@@ -89,6 +102,7 @@ def stencil(
         code=compile(text, "<remat recipe>", "exec"),
         numbers=numbers,
         slots=template(sizes, [tuple((s.shape, s.stride, s.label) for s in p.slots) for p in programs]),
+        moved=template(sizes, [tuple((m.shape, m.stride, m.label) for m in p.moved) for p in programs]),
         graph=graph,
         needs_values="values[" in text,
         like=programs[-1],

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from remat import api
-from remat.errors import InputError
 from remat.handle import Handle
 from remat.records import Action
 from remat.run.quiet import SWITCHES
@@ -42,10 +41,6 @@ class Settings:
         api.check_budget_arguments(self.budget, self.activations)
         if self.budget is not None:
             parse_bytes(self.budget, total=1 << 40)  # whether it can be read; the device is not known yet
-        if self.adaptive and {Action.OFFLOAD, Action.OFFLOAD.value} & set(self.allow or ()):
-            raise InputError(
-                'adaptive plans do not offload yet: pass adaptive=False beside allow=[..., "offload"]'
-            )
 
     def fit(
         self,

@@ -10,13 +10,17 @@ This follows the engine's own rules (run/offload.py), which make device memory i
 Bytes are exact, but for what is fetched ahead, which is counted in full from its start. Seconds are those of
 regions in a row, with what is left of the step (head, loss) between forward and backward; each direction
 carries one copy at a time.
+
+Where a region's graph is not there (a size that was not measured, or a plan that has to hold at smaller ones,
+too), what it sends may come in any pieces, and is counted as if it left byte by byte. No pieces hold more of
+the window than that, and a smaller step under the same plan, with its own window, holds no more either.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from remat.records import Entry, Kind, LinkRates, Phase, Profile
 
@@ -83,6 +87,12 @@ def pieces(profile: Profile, call: int, entry: Entry) -> tuple[int, ...]:
     return tuple(graph.storages[s].nbytes for s in entry.recipe.offloaded)
 
 
+def is_divisible(profile: Profile, call: int, entry: Entry) -> bool:
+    """Whether the pieces in which this entry sends are not known."""
+    graph = profile.kinds[profile.calls[call].kind].graph
+    return graph is None and entry.recipe is not None and bool(entry.recipe.offloaded)
+
+
 def window_bytes(profile: Profile, choices: Sequence[int]) -> int:
     """What the engine may hold on the device for copies, each way: as much as the largest region sends, so
     that a region's copies have the time of the next region."""
@@ -125,6 +135,25 @@ class _Direction:
         return start, self.free_at
 
 
+@dataclass(frozen=True)
+class _Flight:
+    """A copy to the host. `divisible`: what has left the device may be let go while the rest is under way."""
+
+    call: int
+    nbytes: int
+    begin: float
+    end: float
+    divisible: bool
+
+    def parted(self, over_bytes: int) -> tuple[_Flight, _Flight | None]:
+        """What is let go to be rid of so many bytes, and what stays."""
+        if not self.divisible or over_bytes >= self.nbytes:
+            return self, None
+        between = self.begin + (self.end - self.begin) * over_bytes / self.nbytes
+        stays = replace(self, nbytes=self.nbytes - over_bytes, begin=between)
+        return replace(self, nbytes=over_bytes, end=between), stays
+
+
 @dataclass
 class _Sender:
     """A region call that has sent something: how many of its bytes are where."""
@@ -151,7 +180,7 @@ class _Run:
     now: float = 0.0
     waited: float = 0.0
     in_flight: int = 0
-    flights: deque[tuple[int, int, float]] = field(default_factory=deque)  # (call, bytes, end of its copy)
+    flights: deque[_Flight] = field(default_factory=deque)
     senders: dict[int, _Sender] = field(default_factory=dict)  # in the order of forward
     near: dict[int, _Sender] = field(default_factory=dict)  # those that hold device memory for backward
     host_bytes: int = 0
@@ -231,7 +260,7 @@ class _Run:
         )
 
     def _in_flight_besides(self, call: int) -> int:
-        return sum(nbytes for sender, nbytes, _ in self.flights if sender != call)
+        return sum(flight.nbytes for flight in self.flights if flight.call != call)
 
     def _wait_until(self, seconds: float) -> None:
         if seconds > self.now:
@@ -244,19 +273,22 @@ class _Run:
             return 0
         self.senders[call] = sender = _Sender(sum(sizes), self.now)
         self.host_bytes += sender.nbytes
+        divisible = is_divisible(self.profile, call, self.chosen[call])
         for nbytes in sizes:
-            _, end = self.out.carry(nbytes, self.now, self.back)
+            begin, end = self.out.carry(nbytes, self.now, self.back)
             sender.host_seconds = end
-            self.flights.append((call, nbytes, end))
+            self.flights.append(_Flight(call, nbytes, begin, end, divisible))
             self.in_flight += nbytes
             while self.in_flight > self.window:
-                self._land()
+                self._land(self.in_flight - self.window)
         return sender.nbytes
 
-    def _land(self) -> None:
-        _, nbytes, end = self.flights.popleft()
-        self._wait_until(end)
-        self.in_flight -= nbytes
+    def _land(self, over_bytes: int) -> None:
+        landed, rest = self.flights.popleft().parted(over_bytes)
+        self._wait_until(landed.end)
+        self.in_flight -= landed.nbytes
+        if rest is not None:
+            self.flights.appendleft(rest)
 
     def _reach(self, call: int) -> int:
         """Backward comes to this call; returns the bytes that start to come back now."""
@@ -270,7 +302,7 @@ class _Run:
                 self._claim(each)
         if self.reached:  # a whole region's backward lies behind everything that was in flight
             while self.flights:
-                self._land()
+                self._land(self.in_flight)
         self.reached = True
         started = self._fetch(sender)
         self._wait_until(sender.arrival)
@@ -280,10 +312,10 @@ class _Run:
 
     def _claim(self, call: int) -> None:
         """What has not left the device stays."""
-        stays = [flight for flight in self.flights if flight[0] == call]
+        stays = [flight for flight in self.flights if flight.call == call]
         for flight in stays:
-            self.senders[call].claimed += flight[1]
-            self.in_flight -= flight[1]
+            self.senders[call].claimed += flight.nbytes
+            self.in_flight -= flight.nbytes
             self.flights.remove(flight)
 
     def _fetch(self, sender: _Sender) -> int:

@@ -193,6 +193,24 @@ class Engine:
         with self._lock:
             self._limit = max(self._limit, nbytes)
 
+    def begin(self, nbytes: int) -> None:
+        """Another plan takes over, and a forward begins: from here on at most this is in flight, each way.
+        No device memory is held for what was sent before, and no group of before is this forward's neighbour.
+        """
+        with self._lock:
+            self._bury()
+            self._settle(0)
+            self._limit = nbytes
+            self._local.last = None
+
+    def make_room(self, sizes: Sequence[int]) -> None:
+        """Have host memory for storages of these sizes, sent in this order when nothing else is there: as
+        they will be cut from the slabs that exist. HostMemoryError: it cannot be had, and nothing changes."""
+        with self._lock:
+            if self._closed:
+                raise HostMemoryError(f"{format_bytes(sum(sizes))} asked of a closed engine; make a new one")
+            self._host.make_room(sizes)
+
     def group(self, order: int) -> Group:
         """For one region call. `order` grows along one forward pass: that is how neighbours are known."""
         return Group(self, order)

@@ -8,7 +8,7 @@ serves without loss. Where the memory comes from (pinned RAM, a file) is the cal
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -119,6 +119,20 @@ class Slabs:
                 "or raise the limit"
             )
         self._grow(missing, exactly=exactly)
+
+    def make_room(self, sizes: Sequence[int]) -> None:
+        """Have room for extents of these sizes, taken in this order while all others are free: slabs that
+        came for other sizes may be cut so that they do not fit. HostMemoryError: it cannot be had."""
+        free = [slab.memory.nbytes for slab in self.slabs]
+        missing = 0
+        for size in map(aligned, sizes):
+            place = next((n for n, nbytes in enumerate(free) if nbytes >= size), None)
+            if place is None:
+                missing += size
+            else:
+                free[place] -= size
+        if missing:
+            self.reserve(self.total_bytes + missing, exactly=True)
 
     def take(self, nbytes: int) -> Extent | None:
         """Memory for `nbytes`; None when the limit or the system says no."""

@@ -18,6 +18,7 @@ from remat.records import Mode
 from remat.run.chunk import chunk_head
 from remat.run.functions import install_function, remove_function
 from remat.run.install import Installation, tap
+from remat.run.offload import Engine
 from remat.run.quiet import quiet
 from remat.run.region import Owners, PlannedRegion, Variant
 from remat.run.wrap import unwrap, wrap
@@ -51,6 +52,7 @@ class Switchboard:
         self, model: nn.Module, check: bool, on_fallback: Callable[[str, str, bool], None] | None = None
     ) -> None:
         self._model, self._check, self._on_fallback = model, check, on_fallback
+        self.engine: Engine | None = None  # moves what regions send to the host
         self._modules = dict(model.named_modules())
         self._known: dict[str, PlannedRegion] = {}  # every region that was ever shown: it goes on counting
         self._shown: dict[str, dict[str, Variant]] = {}
@@ -108,6 +110,7 @@ class Switchboard:
         region.variants, region.otherwise, region.shadow = table.variants, table.otherwise, table.shadow
         region.known, region.owners = table.known, table.owners
         region.turn, region.turns = turn, turns
+        region.engine, region.place = self.engine, turn
         if name not in self._shown:
             if self._is_function(region):
                 install_function(name, region, self._model)

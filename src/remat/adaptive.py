@@ -197,9 +197,16 @@ class AdaptiveHandle(Handle):
         for planned in self._plans.values():
             with suppress(MisfitError):
                 loads.append((self._load(planned.plan, planned.size), planned.size))
+        refused: dict[int, HostMemoryError] = {}
         for load, size in sorted(loads, key=lambda pair: -pair[0].host_bytes):
-            if self._has_room(load, size):
-                return
+            try:
+                self._host.reserve(load)
+                break
+            except HostMemoryError as error:
+                refused[size] = error
+        if refused:
+            self._do_without_host(tuple(refused), [*refused.values()][-1])
+        for size in refused:
             with suppress(BudgetError):
                 self._plan(size, True)
 
@@ -403,12 +410,16 @@ class AdaptiveHandle(Handle):
         try:
             self._host.reserve(load)
         except HostMemoryError as error:
-            self._hostless.update(sizes)
-            for key in [key for key in self._plans if key[0] in self._hostless]:
-                del self._plans[key]
-            self._journal.note("fell back", f"size {sizes[-1]} does not offload: {error}")
+            self._do_without_host(sizes, error)
             return False
         return True
+
+    def _do_without_host(self, sizes: tuple[int, ...], error: HostMemoryError) -> None:
+        self._hostless.update(sizes)
+        for key in [key for key in self._plans if key[0] in self._hostless]:
+            del self._plans[key]
+        named = ", ".join(str(size) for size in sorted(set(sizes)))
+        self._journal.note("fell back", f"no offload at size {named}: {error}")
 
     def _has_whole_plan(self, size: int) -> bool:
         try:

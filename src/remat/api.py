@@ -170,7 +170,7 @@ def fit(
     to measure instead of True. A batch that no plan holds raises BudgetError before it runs; so do inputs of
     another kind (one more argument, another width) that hold more than was measured, if recomputing all of it
     may be over the budget. With "offload" a long batch sends to the host what a short one keeps; host memory
-    for all of these plans is pinned by `fit`. `on_event` is called with everything that changes while training.
+    for all of these plans is pinned by `fit`. `on_event` is called with all that changes while training.
     """
     on_device = isinstance(model, nn.Module) and device_of(model).type == "cuda"
     allowed = _actions(allow, offload=on_device)

@@ -15,9 +15,9 @@ from remat.planner.bounds import least_budget, time_lower_bound
 from remat.planner.link import link_use
 from remat.planner.schedule import keep_everything, schedule
 from remat.planner.simulate import simulate
-from remat.records import Action, Entry, LinkRates, Mode, Plan, Profile
+from remat.records import Action, Entry, LinkRates, Mode, Phase, Plan, Profile, Recipe
 
-from .build import entry, kind, stack
+from .build import GraphBuilder, entry, kind, stack
 
 ALL = (Action.KEEP, Action.RECOMPUTE, Action.OFFLOAD)
 FAST = LinkRates(1000.0, 1000.0, 1000.0, 1000.0)
@@ -156,3 +156,65 @@ def test_the_plan_is_as_the_simulator_says_and_near_the_best_of_all(p: Profile, 
     except BudgetError:
         without = float("inf")
     assert plan.predicted_seconds <= without  # offload never makes a plan worse
+
+
+def in_pieces(sent: list[list[int]], *, known: bool = True) -> Profile:
+    """Regions that send storages of these bytes; `known`: with graphs that say so."""
+    kinds = []
+    for sizes in sent:
+        g = GraphBuilder()
+        for nbytes in sizes:
+            g.input(nbytes)
+        recipe = Recipe(kept=(), dropped=(0,), replayed=(0,), offloaded=tuple(range(len(sizes))))
+        moving = dataclasses.replace(hosted(0, sum(sizes)), recipe=recipe)
+        full = entry(Mode.FULL, 0, 1.0, inputs=(0,))
+        made = kind(entry(Mode.KEEP, 100, 0.0), moving, full)
+        kinds.append(dataclasses.replace(made, graph=g.graph() if known else None))
+    return dataclasses.replace(stack(kinds, range(len(kinds)), boundary=0, gradient=0), link=FAST)
+
+
+@st.composite
+def two_sizes(draw: st.DrawFn) -> tuple[list[list[int]], list[list[int]], list[int]]:
+    """What regions send at a size and at a smaller one, and which of them send."""
+    piece = st.integers(1, 60)
+    large = draw(st.lists(st.lists(piece, min_size=1, max_size=4), min_size=1, max_size=6))
+    small = [[draw(st.integers(1, nbytes)) for nbytes in sizes] for sizes in large]
+    return large, small, draw(st.lists(st.integers(0, 2), min_size=len(large), max_size=len(large)))
+
+
+@given(two_sizes())
+@settings(max_examples=300, deadline=None)
+def test_without_graphs_a_step_holds_for_all_pieces_and_for_all_smaller_sizes(
+    case: tuple[list[list[int]], list[list[int]], list[int]],
+) -> None:
+    large, small, choices = case
+    bound = link_use(in_pieces(large, known=False), choices)
+    assert (bound is None) == (1 not in choices)
+    if bound is None:
+        return
+    for sent in (large, small):
+        p = in_pieces(sent)
+        use = link_use(p, choices)
+        assert use is not None
+        for segment, level, most in zip(p.segments, use.level_bytes, bound.level_bytes, strict=True):
+            backward = segment.phase is Phase.BACKWARD and choices[segment.call] == 1
+            own, largest = (sum(s[segment.call]) if backward else 0 for s in (sent, large))
+            assert level + own <= most + largest
+    assert bound.host_bytes == sum(sum(s) for s, choice in zip(large, choices, strict=True) if choice == 1)
+
+
+def test_bytes_of_unknown_pieces_leave_one_by_one() -> None:
+    """30 bytes of which 10 must go: compute waits for those 10, and not for the whole copy."""
+    link = LinkRates(10.0, 10.0, 10.0, 10.0)
+    sent = [[30], [10], [30]]
+    whole, parts = (
+        link_use(dataclasses.replace(in_pieces(sent, known=known), link=link), [1, 1, 1])
+        for known in (True, False)
+    )
+    assert whole is not None
+    assert parts is not None
+    assert whole.level_bytes[:4] == (0, 0, 30, 10)
+    assert parts.level_bytes[:4] == (0, 0, 30, 30)
+    # sent from 1 s on, at 10 bytes a second; the second region has run at 2 s, when 10 bytes are gone
+    assert whole.points[2].waited_seconds == pytest.approx(2.0)
+    assert parts.points[2].waited_seconds == pytest.approx(0.0)

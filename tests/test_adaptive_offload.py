@@ -26,7 +26,7 @@ from remat.run.offload import Engine
 from remat.run.recipe import compile_recipe
 from remat.run.simulated import SimulatedLink
 from remat.run.slabs import Slabs
-from remat.sending import load_of
+from remat.sending import load_of, window_gap_bytes
 from remat.sizing import Knot, Measured
 from remat.stencil import Stencil, stencil
 
@@ -160,6 +160,9 @@ def test_a_stream_of_lengths():
             assert not handle.regions
             assert all(handle.plan.entry(i).mode is Mode.KEEP for i in range(6))
     assert len(offloading - set(handle.sizes)) >= 3
+    assert handle.engine.counts.prefetch_hits > 0  # regions are known as neighbours
+    # What was planned for these has to hold at smaller sizes: pieces are not counted on.
+    assert all(kind.graph is None for made in handle._plans.values() for kind in made.plan.profile.kinds)
     assert LONG in offloading
     assert MIDDLE in offloading
     assert not handle.stats.fell_back
@@ -184,6 +187,21 @@ def test_fit_takes_the_host_memory_of_all_plans_and_remove_gives_it_back():
     gc.collect()
     assert handle.engine.counts.pinned_bytes == 0
     assert not handle.engine.link.violations
+
+
+def test_the_window_of_a_plan_may_be_wider_than_a_part_of_it_needs():
+    """Then what a step holds that falls back after some regions is counted with the plan's own."""
+    _, plan, _ = fit_once()
+    menu = plan.profile.kinds[0].menu
+    least, _, most = sorted(
+        (i for i, e in enumerate(menu) if e.host_bytes), key=lambda i: menu[i].host_bytes
+    )[::2][:3]
+    mixed = replace(plan, choices=(least, *plan.choices[1:-1], most))
+    reference = plan.profile.kinds[0].reference
+    assert window_gap_bytes(mixed, mixed.choices) == 0
+    assert window_gap_bytes(mixed, [reference] * 6) == 0
+    gap = window_gap_bytes(mixed, [least] + [reference] * 5)
+    assert gap == max(menu[c].host_bytes for c in mixed.choices) - menu[least].host_bytes > 0
 
 
 def test_on_the_cpu_offload_has_to_be_asked_for():
@@ -319,10 +337,10 @@ def test_running_out_of_memory_in_backward_with_copies_under_way(layer):
             seen.append(handle.engine.counts)
             raise torch.OutOfMemoryError("injected")
 
-    hook = model.model.layers[layer].register_forward_hook(
-        lambda module, args, output: (output[0] if isinstance(output, tuple) else output).register_hook(strike)
-        and None
-    )
+    def watch(module, args, output):
+        (output[0] if isinstance(output, tuple) else output).register_hook(strike)
+
+    hook = model.model.layers[layer].register_forward_hook(watch)
     expected = gradients(plain, plain(**tokens(MIDDLE)).loss)
     handle.step(lambda: model(**tokens(MIDDLE)).loss)
     assert_equal(expected, gradients(model))

@@ -260,7 +260,6 @@ class AdaptiveHandle(Handle):
 
     def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._settle()
-        self._host.settle()
         self.stats.steps += 1
         if self.stats.steps % _LOOK_EVERY == 0:
             self._look_at_device()
@@ -284,6 +283,7 @@ class AdaptiveHandle(Handle):
                 self._now = None
         if key != self._now or ready.fresh:
             self._go_over(key, ready)
+        self._host.begin(ready.load)
         ready.ran = True
 
     def _settle(self) -> None:
@@ -300,7 +300,6 @@ class AdaptiveHandle(Handle):
     def _go_over(self, key: tuple[Shapes, int], ready: _Ready) -> None:
         changed = self._now is None or ready.plan is not self.plan
         self._now = key
-        self._host.begin(ready.load)
         self._board.engine = self._host.engine
         self._board.show(ready.tables, ready.head)
         if ready.plan is None:

@@ -83,14 +83,9 @@ class HostRoom:
         self.engine.make_room(load.sizes)
 
     def begin(self, load: Load) -> None:
-        """Steps that send this come next."""
+        """A forward that sends this begins."""
         if self.engine is not None:
             self.engine.begin(load.window_bytes)
-
-    def settle(self) -> None:
-        """A forward begins: what an earlier one has left under way (it had no backward) goes."""
-        if self.engine is not None:
-            self.engine.settle()
 
     def close(self) -> None:
         if self.engine is not None:

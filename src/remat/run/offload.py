@@ -194,9 +194,8 @@ class Engine:
             self._limit = max(self._limit, nbytes)
 
     def begin(self, nbytes: int) -> None:
-        """Another plan takes over, and a forward begins: from here on at most this is in flight, each way.
-        No device memory is held for what was sent before, and no group of before is this forward's neighbour.
-        """
+        """A forward begins, perhaps under another plan: from here on at most this is in flight, each way. No
+        device memory is held for what was sent before, and no group of before is this forward's neighbour."""
         with self._lock:
             self._bury()
             self._settle(0)

@@ -8,7 +8,8 @@ remat leaves to the allocator's pieces: that batch has to recompute as much in b
 batches in one run, step by step, in changing order, each step timed by itself, plans for new lengths
 included; the untouched model too, for comparison. The first pass meets every length for the first time, the
 second knows them. Then the memory of the process is really cut below what a step takes, and the step has to
-recover.
+recover. On an accelerator plans offload where that is faster (--no-offload: nowhere): what went to the host,
+and how much of it was pinned, is recorded.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import platform
 import random
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import date
 from typing import Any
 
@@ -32,6 +34,7 @@ from workloads import CUDA, DEVICE, DTYPE
 
 import remat
 from remat.check.live import LiveBytes, Meter
+from remat.planner.link import host_bytes
 from remat.run.wrap import bypass
 
 ROWS = 8 if CUDA else 1
@@ -105,7 +108,14 @@ class Way:
         return meter.peak_bytes()
 
 
-def stream(steps: int, passes: int) -> tuple[dict[str, Any], nn.Module, Any]:
+def hosted(handle: Any) -> dict[str, Any]:
+    """What went to the host, and how much each plan sends there in a step (bytes, by size)."""
+    by_plan = {size: host_bytes(plan.profile, plan.choices) for size, plan in handle.plans.items()}
+    counts = None if handle.engine is None else asdict(handle.engine.counts)
+    return {"counts": counts, "host_bytes_by_size": by_plan}
+
+
+def stream(steps: int, passes: int, offload: bool) -> tuple[dict[str, Any], nn.Module, Any]:
     planned = llama()
     checkpointed = copy.deepcopy(planned)
     checkpointed.gradient_checkpointing_enable()
@@ -117,7 +127,8 @@ def stream(steps: int, passes: int) -> tuple[dict[str, Any], nn.Module, Any]:
     always.peak, always.seconds = 0, []
     clean()
     begin = time.perf_counter()
-    handle = remat.fit(planned, tokens(LONGEST), budget, adaptive=True)
+    allow = None if offload else ("keep", "recompute")
+    handle = remat.fit(planned, tokens(LONGEST), budget, adaptive=True, allow=allow)
     fit_seconds = time.perf_counter() - begin
     print(handle.report(), flush=True)
 
@@ -138,6 +149,7 @@ def stream(steps: int, passes: int) -> tuple[dict[str, Any], nn.Module, Any]:
     for number in range(passes):
         before = {way.name: len(way.seconds) for way in ways}
         planning = handle.stats.planning_seconds
+        sent = 0 if handle.engine is None else handle.engine.counts.sent_bytes
         order.shuffle(drawn)
         for length in drawn:
             batch = tokens(length)
@@ -151,6 +163,8 @@ def stream(steps: int, passes: int) -> tuple[dict[str, Any], nn.Module, Any]:
             "adaptive_over_always_on": spent["always on"] / spent["adaptive"],
             "adaptive_over_plain": spent["plain"] / spent["adaptive"],
             "planning_share": (handle.stats.planning_seconds - planning) / spent["adaptive"],
+            "sent_bytes": 0 if handle.engine is None else handle.engine.counts.sent_bytes - sent,
+            "pinned_bytes": 0 if handle.engine is None else handle.engine.counts.pinned_bytes,
         }
         rows.append(row)
         print(json.dumps(row), flush=True)
@@ -174,6 +188,7 @@ def stream(steps: int, passes: int) -> tuple[dict[str, Any], nn.Module, Any]:
             "fit_seconds": fit_seconds,
             "plans": stats.counts["planned"],
             "fell_back": stats.fell_back,
+            "host": hosted(handle),
             "events": [str(e) for e in stats.events if e.kind not in ("planned", "plan changed")][:20],
         },
         planned,
@@ -233,9 +248,10 @@ def main() -> None:
     parser.add_argument("--out")
     parser.add_argument("--steps", type=int, default=100 if CUDA else 12)
     parser.add_argument("--passes", type=int, default=2)
+    parser.add_argument("--no-offload", action="store_true", help="plans keep and recompute only")
     options = parser.parse_args()
     begin = time.perf_counter()
-    measured, model, handle = stream(options.steps, options.passes)
+    measured, model, handle = stream(options.steps, options.passes, not options.no_offload)
     clean()
     result = {
         "date": date.today().isoformat(),

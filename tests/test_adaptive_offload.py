@@ -231,6 +231,7 @@ def test_the_window_is_that_of_the_size_that_runs():
         handle.engine and handle.engine.settle()
         model(**tokens(length))
         assert handle.engine._limit == load(handle).window_bytes
+        assert [region.place for region in handle.regions] == list(range(len(handle.regions)))
         assert handle.engine.counts.in_flight_bytes <= load(handle).window_bytes
         menu = [handle.plan.entry(i).host_bytes for i in range(6)]
         assert load(handle).window_bytes <= max(menu)
@@ -267,6 +268,7 @@ def test_a_size_that_the_host_refuses_recomputes_and_the_others_offload():
         assert checked_step(model, plain, handle, LONG) == 0
         assert len(handle.regions) > 0
         assert checked_step(model, plain, handle, MIDDLE) > 0
+    assert not host_bytes(handle.plans[LONG].profile, handle.plans[LONG].choices)
     refused = [event for event in handle.stats.events if event.kind == "fell back"]
     assert len(refused) == 1
     assert f"no offload at size {LONG}" in refused[0].text

@@ -215,6 +215,14 @@ class AdaptiveHandle(Handle):
         return self._family.sizes
 
     @property
+    def plans(self) -> dict[int, Plan]:
+        """Those that are ready, by the size that they were made for; smaller inputs run under them, too."""
+        ready = sorted(
+            self._plans.items(), key=lambda item: item[0][:2]
+        )  # with recipes, where there are both
+        return {planned.size: planned.plan for _, planned in ready}
+
+    @property
     def engine(self) -> Engine | None:
         """What moves tensors to the host and back, for all plans; None: none of them has had to yet."""
         return self._host.engine
@@ -557,7 +565,10 @@ class AdaptiveHandle(Handle):
             least = made.predicted_peak_bytes
             if least > self._budget - self._over and not self._is_tightened():
                 where = f"This batch is of size {size}; what was measured: {list(self.sizes)}. {error.where}"
-                raise refusal(self._budget, least + self._over, error.hints, where) from None
+                hints = error.hints
+                if size in self._hostless:
+                    hints = ("free host memory", *(hint for hint in hints if hint != "allow offload"))
+                raise refusal(self._budget, least + self._over, hints, where) from None
         return replace(made, budget_bytes=self._budget)
 
     def _is_tightened(self) -> bool:

@@ -138,7 +138,7 @@ class AdaptiveHandle(Handle):
         self._paused = False
         self._device = device_of(self.model)
         self._host = HostRoom(self._device)
-        self._hostless: set[int] = set()  # sizes of plans for which the host had no memory
+        self._hostless: set[int] = set()  # sizes that are planned without it, which was refused
         self._fitted = fitted.plan
         self._budget = fitted.plan.budget_bytes
         self._chart, self._family, notes = chart_and_family(measured, fitted.plan)
@@ -197,15 +197,9 @@ class AdaptiveHandle(Handle):
         for planned in self._plans.values():
             with suppress(MisfitError):
                 loads.append((self._load(planned.plan, planned.size), planned.size))
-        refused: dict[int, HostMemoryError] = {}
-        for load, size in sorted(loads, key=lambda pair: -pair[0].host_bytes):
-            try:
-                self._host.reserve(load)
-                break
-            except HostMemoryError as error:
-                refused[size] = error
-        if refused:
-            self._do_without_host(tuple(refused), [*refused.values()][-1])
+        refused, error = self._host.reserve_most(loads)
+        if error is not None:
+            self._do_without_host(refused, error)
         for size in refused:
             with suppress(BudgetError):
                 self._plan(size, True)
@@ -217,10 +211,8 @@ class AdaptiveHandle(Handle):
     @property
     def plans(self) -> dict[int, Plan]:
         """Those that are ready, by the size that they were made for; smaller inputs run under them, too."""
-        ready = sorted(
-            self._plans.items(), key=lambda item: item[0][:2]
-        )  # with recipes, where there are both
-        return {planned.size: planned.plan for _, planned in ready}
+        with_recipes_last = sorted(self._plans, key=lambda key: key[1])
+        return {key[0]: self._plans[key].plan for key in with_recipes_last}
 
     @property
     def engine(self) -> Engine | None:

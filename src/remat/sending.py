@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from remat.errors import BudgetError
+from remat.errors import BudgetError, HostMemoryError
 from remat.handle import frugal_choices
 from remat.planner.bounds import least_budget
 from remat.planner.link import host_bytes, pieces, window_bytes
@@ -81,6 +81,20 @@ class HostRoom:
         if self.engine is None:
             self.engine = Engine(self._device, in_flight_limit_bytes=0)
         self.engine.make_room(load.sizes)
+
+    def reserve_most(
+        self, loads: Sequence[tuple[Load, int]]
+    ) -> tuple[tuple[int, ...], HostMemoryError | None]:
+        """Host memory for the largest of these loads for which it can be had; sizes of larger ones, and why
+        not for them."""
+        refused: dict[int, HostMemoryError] = {}
+        for load, size in sorted(loads, key=lambda pair: -pair[0].host_bytes):
+            try:
+                self.reserve(load)
+                break
+            except HostMemoryError as error:
+                refused[size] = error
+        return tuple(refused), next(reversed(refused.values()), None)
 
     def begin(self, load: Load) -> None:
         """A forward that sends this begins."""

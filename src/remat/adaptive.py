@@ -551,7 +551,7 @@ class AdaptiveHandle(Handle):
             found = without_graphs(found)
             allow = allow if recipes and size not in self._hostless else without_offload(allow)
         try:
-            made = schedule(found, limit, allow=allow)
+            made = schedule(found, limit, allow=allow, polish=False)
         except BudgetError as error:
             made = least_plan(found, allow, error.needed)
             least = made.predicted_peak_bytes

@@ -123,7 +123,7 @@ def least_plan(found: Profile, allow: tuple[Action, ...], needed: int) -> Plan:
     if Action.OFFLOAD not in allow:
         return schedule(found, least_budget(found, allow), allow=allow)
     try:
-        return schedule(found, needed, allow=allow)
+        return schedule(found, needed, allow=allow, polish=False)
     except BudgetError:  # with offload the search is no proof, and may end elsewhere for another budget
         return least_plan(found, without_offload(allow), needed)
 

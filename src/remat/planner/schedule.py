@@ -28,15 +28,17 @@ def schedule(
     *,
     allow: Sequence[Action] = DEFAULT_ALLOW,
     max_seconds: float | None = None,
+    polish: bool = True,
 ) -> Plan:
     """The fastest plan whose simulated peak is within the budget.
 
     With Action.CHUNK, and a profile that measured it, head and loss run in chunks where that is faster. A
     budget that holds the untouched step gives exactly that. Raises BudgetError, with the least budget that
-    works in `.needed`, if there is no plan, or none that takes at most `max_seconds`.
+    works in `.needed`, if there is no plan, or none that takes at most `max_seconds`. Without `polish` a plan
+    that uses the link to the host is taken as it was proposed: many plans in a hurry.
     """
     allowed = tuple(dict.fromkeys(allow))
-    plan = _best_head(profile, budget_bytes, allowed)
+    plan = _best_head(profile, budget_bytes, allowed, polish)
     if max_seconds is not None and plan.predicted_seconds > max_seconds:
         raise _too_slow(plan, max_seconds)
     return plan
@@ -51,16 +53,16 @@ def with_chunks(profile: Profile) -> Profile | None:
     )
 
 
-def _best_head(profile: Profile, budget_bytes: int, allow: tuple[Action, ...]) -> Plan:
+def _best_head(profile: Profile, budget_bytes: int, allow: tuple[Action, ...], polish: bool) -> Plan:
     """Plan with the head as it is and in chunks; the faster one, or whichever fits."""
     chunks = with_chunks(profile) if Action.CHUNK in allow else None
     if chunks is None:
-        return _fastest(profile, budget_bytes, allow)
+        return _fastest(profile, budget_bytes, allow, polish)
     plain = simulate(profile, keep_everything(profile))
     plans, errors = [], []
     for candidate in (profile, chunks):
         try:
-            plans.append(_fastest(candidate, budget_bytes, allow))
+            plans.append(_fastest(candidate, budget_bytes, allow, polish))
         except BudgetError as error:
             errors.append(error)
     if not plans:
@@ -104,7 +106,7 @@ def _first(profile: Profile, kind: int, mode: Mode) -> int:
     return next((i for i, entry in enumerate(menu) if entry.mode is mode), 0)
 
 
-def _fastest(profile: Profile, budget_bytes: int, allow: tuple[Action, ...]) -> Plan:
+def _fastest(profile: Profile, budget_bytes: int, allow: tuple[Action, ...], polish: bool) -> Plan:
     untouched = keep_everything(profile)
     plain = simulate(profile, untouched)
     # Nothing beats the untouched step where it fits, unless blocks may be compiled.
@@ -112,7 +114,7 @@ def _fastest(profile: Profile, budget_bytes: int, allow: tuple[Action, ...]) -> 
     if Action.KEEP in allow and fastest_there_is and plain.peak_bytes <= budget_bytes:
         return make_plan(profile, untouched, budget_bytes, strategy="optimal", allow=allow)
     if Action.OFFLOAD in allow and any(e.host_bytes for kind in profile.kinds for e in kind.menu):
-        return _fastest_with_link(profile, budget_bytes, allow)
+        return _fastest_with_link(profile, budget_bytes, allow, polish)
     found = [_solve(profile, problem, budget_bytes) for problem in programs(profile, allow)]
     smallest = min((simulate(profile, one.least) for one in found), key=lambda timeline: timeline.peak_bytes)
     if smallest.peak_bytes > budget_bytes:
@@ -183,11 +185,12 @@ def _solve_general(
     return least if simulate(profile, least).peak_bytes <= budget_bytes else None
 
 
-def _fastest_with_link(profile: Profile, budget_bytes: int, allow: tuple[Action, ...]) -> Plan:
+def _fastest_with_link(profile: Profile, budget_bytes: int, allow: tuple[Action, ...], polish: bool) -> Plan:
     """The best of several proposals, and of the plan without offload, as the simulator judges them."""
     found = proposals(profile, budget_bytes, allow)
     best = min(found, key=lambda proposal: rank(profile, proposal, budget_bytes))
-    best = polished(profile, budget_bytes, allow, best)
+    if polish or best.timeline.peak_bytes > budget_bytes:
+        best = polished(profile, budget_bytes, allow, best)
     if best.timeline.peak_bytes > budget_bytes:
         raise _out_of_reach(profile, budget_bytes, best.timeline, allow)
     gap = best.timeline.seconds - time_lower_bound(profile, budget_bytes, allow)
@@ -251,7 +254,7 @@ def _too_slow(plan: Plan, max_seconds: float) -> BudgetError:
     low, high = plan.budget_bytes, plan.plain_peak_bytes
     while high - low > max(plan.plain_peak_bytes // 1000, 1):
         middle = (low + high) // 2
-        if _fastest(plan.profile, middle, plan.allow).predicted_seconds <= max_seconds:
+        if _fastest(plan.profile, middle, plan.allow, polish=True).predicted_seconds <= max_seconds:
             high = middle
         else:
             low = middle

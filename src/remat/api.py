@@ -30,7 +30,7 @@ from remat.planner.schedule import keep_everything, refusal, schedule
 from remat.planner.simulate import simulate
 from remat.profiling import Request, build_profile, device_of
 from remat.records import Action, Mode, Phase, Plan, Profile
-from remat.run.compiled import BACKENDS, DEFAULT_BACKEND, PUBLIC, is_compiled
+from remat.run.compiled import BACKENDS, DEFAULT_BACKEND, PUBLIC, WHOLE, is_compiled
 from remat.run.functions import functions
 from remat.run.journal import Event
 from remat.run.recover import remembered_bytes
@@ -107,7 +107,7 @@ def profile(
         raise InputError(
             f"model is a {type(model).__name__}; pass an nn.Module (a function that makes one needs device=)"
         )
-    allowed = _actions(allow, offload=device_of(model).type == "cuda")
+    allowed = _actions(allow, offload=device_of(model).type == "cuda" and not _in_one_graph(compile))
     batch = ranks.largest(batch, signature(batch))
     request = _request(model, batch, loss, step, optimizer, accumulate, allowed, compile)
     with showing(f"remat: profiling {type(model).__name__}") as progress:
@@ -163,7 +163,9 @@ def fit(
     gradients are those of the compiled blocks, equal to the eager ones within rounding. Blocks that cannot be
     compiled as one graph run as without it, and the report says why. A text names the backend: "inductor",
     or "aot_eager", which needs no compiler. By default blocks are compiled only if you have compiled them
-    yourself (block.compile(), torch.compile(block)).
+    yourself (block.compile(), torch.compile(block)). `compile="whole"` runs the model as one compiled graph
+    in which each block has its saved set: faster where the device waits for the host, but it compiles for as
+    long as torch.compile(model) does, and nothing is offloaded or chunked.
 
     `adaptive`: inputs of other sizes get plans of their own under the same budget, a short batch one that
     keeps more. Give the largest batch; it is cut to measure two smaller sizes, or pass batches of other sizes
@@ -173,7 +175,7 @@ def fit(
     for all of these plans is pinned by `fit`. `on_event` is called with all that changes while training.
     """
     on_device = isinstance(model, nn.Module) and device_of(model).type == "cuda"
-    allowed = _actions(allow, offload=on_device)
+    allowed = _actions(allow, offload=on_device and not _in_one_graph(compile))
     batch = ranks.largest(batch, signature(batch))
     request = _request(model, batch, loss, step, optimizer, accumulate, allowed, compile)
     request = replace(request, parts=request.parts and adaptive is False)
@@ -309,6 +311,13 @@ def _request(
         with quietly():
             return _run(model, batch, loss, step)
 
+    whole = _in_one_graph(compile)
+    moved = [action.value for action in (Action.OFFLOAD, Action.CHUNK) if action in allow]
+    if whole and moved:
+        raise InputError(
+            f"compile={compile!r} runs the model as one graph, where {' and '.join(moved)} cannot be; leave "
+            f"that out of allow=, or compile blocks one by one with compile=True"
+        )
     seen = any(p.grad is not None for p in model.parameters())
     return Request(
         model=model,
@@ -321,7 +330,13 @@ def _request(
         offload=Action.OFFLOAD in allow,
         parts=Action.CHUNK in allow,
         compiler=_compiler(model, compile, device_of(model)),
+        one_graph=whole,
     )
+
+
+def _in_one_graph(compile: bool | str | None) -> bool:
+    """Whether the model is to be one graph: "whole", or "whole+" and the name of a backend."""
+    return isinstance(compile, str) and (compile + "+").startswith(WHOLE)
 
 
 def _compiler(model: nn.Module, compile: bool | str | None, device: torch.device) -> str:
@@ -342,12 +357,21 @@ def _compiler(model: nn.Module, compile: bool | str | None, device: torch.device
                 "plan; leave it out, or pass compile=True: each is then compiled with its planned saved set"
             )
         return ""
-    backend = DEFAULT_BACKEND if compile is True else compile
+    whole = _in_one_graph(compile)
+    backend = compile.removeprefix(WHOLE) if isinstance(compile, str) else DEFAULT_BACKEND
+    if whole and backend == WHOLE.removesuffix("+"):
+        backend = DEFAULT_BACKEND
     if backend not in BACKENDS:
-        raise InputError(f"compile={compile!r}: True, False, or one of {', '.join(map(repr, BACKENDS))}")
+        known = ", ".join(map(repr, (*BACKENDS, WHOLE.removesuffix("+"))))
+        raise InputError(f"compile={compile!r}: True, False, or one of {known}")
     problem = compiler_problem(device.type, backend)
     if problem:
         raise InputError(f"compile={compile!r} is not possible here: {problem}; leave it out to run eagerly")
+    if partitioner_problem() and whole:
+        raise InputError(
+            f"compile={compile!r} is not possible with this torch: {partitioner_problem()}; compile=True "
+            "compiles blocks one by one"
+        )
     if partitioner_problem():
         return PUBLIC + (backend if backend == DEFAULT_BACKEND else "aot_eager_decomp_partition")
     return backend
@@ -455,8 +479,11 @@ def _fitted(
         with _applied(request, made, check) as handle:
             excess = ranks.most(_measured_excess(request, handle, over))
             measured, outside = handle.measured, handle.outside
+            lost = _lost(handle)
             if Action.OFFLOAD not in handle.plan.allow:  # the host refused: it need not be asked again
                 made, allowed = replace(handle.plan, budget_bytes=budget_bytes), handle.plan.allow
+        if lost:
+            return _fitted(request, _one_by_one(found, lost), budget_bytes, allowed, check, progress)
         peak = made.predicted_peak_bytes + excess
         if peak > budget_bytes:
             if good is not None:
@@ -483,10 +510,7 @@ def _fitted(
     handle.measured, handle.outside = good[1:]
     try:
         progress("verifying region by region")
-        names = _with_room_to_compare(handle.plan)
-        handle.verification = verify_regions(
-            request.model, request.run, handle.regions, names, chunked_head(handle.plan)
-        )
+        handle.verification = _verified(request, handle)
     except BaseException:
         handle.remove()
         raise
@@ -494,6 +518,39 @@ def _fitted(
         return handle
     handle.remove()
     return _fitted(request, _without_recipes(found, handle), budget_bytes, allowed, check, progress)
+
+
+def _verified(request: Request, handle: Handle) -> Verification:
+    plan = handle.plan
+    kinds = [kind.graph for kind in plan.profile.kinds if kind.compiler and kind.graph is not None]
+    if not plan.profile.one_graph or any(op.reason for graph in kinds for op in graph.ops):
+        # The graphs of a random model draw other numbers than those of its blocks.
+        names = _with_room_to_compare(plan)
+        return verify_regions(request.model, request.run, handle.regions, names, chunked_head(plan))
+    alone = replace(plan, profile=replace(plan.profile, one_graph=False))
+    with handle.paused():
+        return check_verify.compare(
+            lambda: apply(request.model, alone),
+            lambda: apply(request.model, plan),
+            request.model,
+            None,
+            run=lambda model, batch: request.run(),
+            tolerance=_rounding(request.model),
+            how="whole step, against the same plan with blocks compiled one by one",
+        )
+
+
+def _lost(handle: Handle) -> str:
+    """Why the model does not run as one graph, if it was planned so, on whichever rank."""
+    if not handle.plan.profile.one_graph:
+        return ""
+    why = "; ".join(region.counts.why for region in handle.regions if region.counts.fallbacks)
+    return next(filter(None, ranks.gathered(why)), "")
+
+
+def _one_by_one(found: Profile, why: str) -> Profile:
+    note = f"blocks are compiled one by one and not in one graph: {why}"
+    return replace(found, one_graph=False, notes=(*found.notes, note))
 
 
 def _applied(request: Request, plan: Plan, check: bool) -> Handle:

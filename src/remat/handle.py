@@ -24,12 +24,13 @@ from remat.offloading import engine_for
 from remat.planner.bounds import least_budget
 from remat.planner.schedule import schedule
 from remat.planner.simulate import simulate
-from remat.records import Mode, Plan, Recipe, RegionCall
+from remat.records import Entry, Kind, Mode, Plan, Recipe, RegionCall, RegionGraph
 from remat.run.byhand import status
-from remat.run.compiled import block_for
+from remat.run.compiled import WHOLE, block_for, compiled_block
 from remat.run.install import Installation, install
 from remat.run.journal import Event, Journal, Stats
 from remat.run.offload import Engine
+from remat.run.onegraph import kept_places
 from remat.run.outgoing import outgoing
 from remat.run.program import Program
 from remat.run.ranks import Ranks
@@ -95,7 +96,7 @@ def _installed(
     asked = plan
     plan, engine = engine_for(plan)
     try:
-        regions = planned_regions(plan, check) if again is None or plan is not asked else again
+        regions = _regions(plan, check) if again is None or plan is not asked else again
         for region in regions:
             region.engine = engine
         installation = install(model, regions, head=chunked_head(plan))
@@ -326,6 +327,44 @@ def tighter_limit(peak_bytes: int, failure: Failure) -> int:
 
 def _release(version: str) -> str:
     return ".".join(version.split("+")[0].split(".")[:2])
+
+
+def _regions(plan: Plan, check: bool) -> list[PlannedRegion]:
+    return [_whole_model(plan, check)] if plan.profile.one_graph else planned_regions(plan, check)
+
+
+def _whole_model(plan: Plan, check: bool) -> PlannedRegion:
+    """The model as one region, whose compiled graph keeps of each block what is planned for it. What is not
+    a compiled block is left to the compiler."""
+    profile = plan.profile
+    sets: dict[str, tuple[RegionGraph, Recipe | None]] = {}
+    entries: dict[str, Entry] = {}
+    for index, call in enumerate(profile.calls):
+        kind = profile.kinds[call.kind]
+        if kind.compiler and kind.graph is not None:
+            entry = _compiled_entry(kind, plan.entry(index))
+            before = entries.get(call.name)
+            if before is None or entry.resident_bytes < before.resident_bytes:
+                entries[call.name] = entry
+                sets[call.name] = (kind.graph, entry.recipe)
+    backends = {kind.compiler for kind in profile.kinds if kind.compiler}
+    block = compiled_block(profile.fingerprint, kept_places(sets), WHOLE + min(backends))
+    variant = Variant(
+        Mode.COMPILED,
+        saved_bytes=sum(profile.kinds[call.kind].saved_bytes for call in profile.calls),
+        resident_bytes=sum(entry.resident_bytes for entry in entries.values()),
+        compiled=block,
+        gradient_gap=max(entry.gradient_gap for entry in entries.values()),
+    )
+    return PlannedRegion("", profile.model, {"every signature": variant}, check)
+
+
+def _compiled_entry(kind: Kind, entry: Entry) -> Entry:
+    """An eager entry's place is taken by the largest saved set where everything is kept."""
+    if entry.mode is not Mode.KEEP:
+        return entry
+    sets = (other for other in kind.menu if other.mode is Mode.COMPILED and not other.host_bytes)
+    return max(sets, key=lambda other: other.resident_bytes)
 
 
 Programs = Callable[[int, Recipe], Program]  # number of a kind, recipe -> program

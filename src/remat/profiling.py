@@ -74,6 +74,7 @@ class Request:
     accumulate: bool = False
     chunk: bool = False  # measure the step with head and loss in chunks, too
     compiler: str = ""  # compile blocks with this backend; "": not at all
+    one_graph: bool = False  # and run them as parts of one graph of the whole model
     like: Profile | None = None  # the same step at another size: measure the recipes that it has, seek none
     offload: bool = False  # measure the link to the host, and entries that use it
     parts: bool = False  # measure entries that run a part of a region in chunks
@@ -155,6 +156,7 @@ def build_profile(request: Request, progress: Progress) -> Profile:
             *notes,
         ),
         head=chunks,
+        one_graph=request.one_graph and any(kind.compiler for kind in kinds),
         link=None if host is None else host.rates,
         host_limit_bytes=None if host is None else host.host_limit_bytes,
     )

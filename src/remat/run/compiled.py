@@ -29,6 +29,7 @@ from remat.check.live import LiveBytes
 from remat.errors import CaptureError
 from remat.records import Recipe, RegionGraph
 from remat.run.meter import SavedBytes, storages_of
+from remat.run.onegraph import blocks_in, blocks_of, placed_decisions
 from remat.run.replay import overload
 from remat.trace.joint import Joint, kept_labels, labels, read_joint
 from remat.trees import tensors
@@ -37,6 +38,7 @@ __all__ = [
     "BACKENDS",
     "DEFAULT_BACKEND",
     "PUBLIC",
+    "WHOLE",
     "CompiledBlock",
     "block_for",
     "compiled_block",
@@ -50,6 +52,7 @@ __all__ = [
 DEFAULT_BACKEND = "inductor"
 BACKENDS = (DEFAULT_BACKEND, "aot_eager")  # the second runs the split graphs operation by operation
 PUBLIC = "checkpoint+"  # before the name of a stock backend: selective checkpointing inside of it
+WHOLE = "whole+"  # before the name of a backend: the model as one graph, `keep` names blocks and operations
 
 _CACHE_SIZE = 64
 _cache: dict[tuple[str, frozenset[str], str], CompiledBlock] = {}
@@ -71,7 +74,7 @@ def compiled_block(kind: str, keep: Iterable[str], backend: str = "inductor") ->
 def block_for(signature: str, graph: RegionGraph, recipe: Recipe, backend: str) -> CompiledBlock:
     """The compiled block that carries out a recipe for a joint graph."""
     constants = (repr(op.args) for op in graph.ops)
-    digest = hashlib.sha256("\n".join((signature, *labels(graph), *constants)).encode())
+    digest = hashlib.sha256("\n".join((signature, *labels(graph.ops), *constants)).encode())
     return compiled_block(digest.hexdigest()[:16], kept_labels(graph, recipe), backend)
 
 
@@ -83,9 +86,16 @@ class CompiledBlock:
         self.keep = keep
         self.backend = backend
         self.graphs = 0  # that were compiled so far, or taken from the compiler's cache on disk
+        self._blocks: frozenset[str] = frozenset()  # of a whole model, those that were found in its graphs
+        self._read = False  # a graph was split here, and not taken from the compiler's cache
         digest = hashlib.sha256("\n".join((kind, backend, *sorted(keep))).encode())
         self.key = digest.hexdigest()[:16]
         self._run: Callable[..., Any] | None = None
+
+    @property
+    def lost(self) -> frozenset[str]:
+        """Blocks of a whole model that are in none of its graphs: nothing was decided for them."""
+        return blocks_of(self.keep) - self._blocks if self._read else frozenset()
 
     def __deepcopy__(self, memo: Any) -> CompiledBlock:
         return self
@@ -106,6 +116,8 @@ class CompiledBlock:
         return output
 
     def _made(self) -> Callable[..., Any]:
+        if self.backend.startswith(WHOLE):  # a graph break costs time, and nothing else
+            return _compiled(self.key, self._compile, fullgraph=False)
         if not self.backend.startswith(PUBLIC):
             return _compiled(self.key, self._compile)
         names = sorted({label.partition("#")[0] for label in self.keep})
@@ -119,9 +131,14 @@ class CompiledBlock:
         self.graphs += 1
 
         def decide(joint: fx.GraphModule, parameters: Sequence[int], outputs: int) -> Mapping[fx.Node, bool]:
-            return decisions(read_joint(joint, parameters, outputs), self.keep)
+            found = read_joint(joint, parameters, outputs)
+            if not self.backend.startswith(WHOLE):
+                return decisions(found, self.keep)
+            self._read = True
+            self._blocks |= blocks_in(found, self.keep)
+            return placed_decisions(found, self.keep)
 
-        return private.compile_joint(graph, inputs, decide, self.key, self.backend)
+        return private.compile_joint(graph, inputs, decide, self.key, self.backend.removeprefix(WHOLE))
 
 
 def decisions(joint: Joint, keep: frozenset[str]) -> dict[fx.Node, bool]:
@@ -130,7 +147,7 @@ def decisions(joint: Joint, keep: frozenset[str]) -> dict[fx.Node, bool]:
     Everything else can be computed again, so that any set of labels gives right gradients, also in a graph
     that is not the one that the set was chosen for (another length, an input without gradient).
     """
-    names = labels(joint.graph)
+    names = labels(joint.graph.ops)
     found = {
         node: not op.replayable or name in keep
         for op, node, name in zip(joint.graph.ops, joint.nodes, names, strict=True)
@@ -147,7 +164,11 @@ def _selectively(contexts: Callable[..., Any], forward: Callable[..., Any], *arg
 
 
 def _compiled(
-    key: str, backend: Callable[..., Any] | str, around: Callable[..., Any] | None = None
+    key: str,
+    backend: Callable[..., Any] | str,
+    around: Callable[..., Any] | None = None,
+    *,
+    fullgraph: bool = True,
 ) -> Callable[..., Any]:
     def run_block(
         forward: Callable[..., Any], bound: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -161,7 +182,7 @@ def _compiled(
     return torch.compile(
         types.FunctionType(code, globals(), code.co_name, None, run_block.__closure__),
         backend=backend,
-        fullgraph=True,
+        fullgraph=fullgraph,
         dynamic=None,
     )
 

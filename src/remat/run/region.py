@@ -186,6 +186,9 @@ class PlannedRegion:
         node = compiled_node(tensors(output), inputs) if sends or self.counts.calls == 1 else None
         if self.counts.calls == 1 and node is None:
             self._fall_back("the compiled code did not run: a mode or an outer compiler is in its way")
+        elif self.counts.calls == 1 and block.lost:
+            lost = sorted(block.lost)
+            self._fall_back(f"{lost[0]} is not found in the whole model's graph ({len(lost)} blocks are not)")
         if sends and node is not None:
             self._send_out(variant.outgoing, node, module, inputs, tensors(output))
         return output
@@ -370,7 +373,7 @@ class PlannedRegion:
         modes = {variant.mode for variant in self.variants.values()}
         sizes = [variant for variant in self.variants.values() if variant.saved_bytes]
         return RegionStatus(
-            name=self.name,
+            name=self.name or "(the whole model)",
             tower=self.tower,
             mode="+".join(sorted(mode.value for mode in modes)),
             active=True,

@@ -28,7 +28,7 @@ from remat.trace.fusion import is_fused, touched_bytes
 from remat.trace.price import HOST, Rates, time_cuda
 from remat.trace.record import RANDOM, draws_random_numbers
 
-__all__ = ["Joint", "kept_labels", "labels", "price_joint", "read_joint"]
+__all__ = ["Joint", "kept_labels", "labels", "price_joint", "read_joint", "readers"]
 
 _FUSED_SHARE = 0.25  # of the seconds that moving a fused operation's result would take
 _PROBE_BYTES = 1 << 26  # moved to see how fast the device does it
@@ -50,20 +50,22 @@ class Joint:
         return any(op.reason for op in self.graph.ops)
 
 
-def labels(graph: RegionGraph) -> tuple[str, ...]:
+def labels(ops: Iterable[Op], *, placed: bool = False) -> tuple[str, ...]:
     """A name for each operation that is the same in every graph of this block, whatever the lengths: its own,
-    and its number among those of that name."""
+    and its number among those of that name. `placed`: among those of that name and source line, which is also
+    the same where operations that several blocks have in common were merged."""
     seen: Counter[str] = Counter()
     named = []
-    for op in graph.ops:
-        named.append(f"{op.name}#{seen[op.name]}")
-        seen[op.name] += 1
+    for op in ops:
+        name = f"{op.name}@{op.source}" if placed else op.name
+        named.append(f"{name}#{seen[name]}")
+        seen[name] += 1
     return tuple(named)
 
 
-def kept_labels(graph: RegionGraph, recipe: Recipe) -> frozenset[str]:
+def kept_labels(graph: RegionGraph, recipe: Recipe, *, placed: bool = False) -> frozenset[str]:
     """The operations whose results a recipe keeps."""
-    names = labels(graph)
+    names = labels(graph.ops, placed=placed)
     kept = set(recipe.kept)
     return frozenset(
         names[value.producer]
@@ -396,7 +398,7 @@ def _keep_seconds(joint: Joint, rates: Rates) -> tuple[float, ...]:
         read = {graph.values[v].storage for v in op.inputs}
         if alone:
             written |= made | read
-        if any(user not in forward and not is_fused(user.target) for user in _readers(node)):
+        if any(user not in forward and not is_fused(user.target) for user in readers(node)):
             wanted |= made
     seconds = []
     for index, storage in enumerate(graph.storages):
@@ -408,7 +410,7 @@ def _keep_seconds(joint: Joint, rates: Rates) -> tuple[float, ...]:
     return tuple(seconds)
 
 
-def _readers(node: fx.Node) -> Iterable[fx.Node]:
+def readers(node: fx.Node) -> Iterable[fx.Node]:
     """Who reads what this node makes, also through views."""
     stack, seen = list(node.users), set()
     while stack:

@@ -1,0 +1,208 @@
+"""compile="whole": the model as one compiled graph, in which each block has the saved set planned for it."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import remat
+from models import Case, squared
+from reference import assert_same, step
+from remat.compiling import internal_bytes
+from remat.errors import InputError
+from remat.planner.schedule import make_plan
+from remat.records import Mode, Plan
+from remat.run import onegraph
+from remat.run.compiled import saved_bytes
+from remat.run.wrap import wrapped
+from test_compiled import Stack, _llama, needs_compiler, stack
+
+pytestmark = [
+    pytest.mark.usefixtures("forgets_compiled"),
+    pytest.mark.filterwarnings(
+        "ignore:The .grad attribute of a Tensor:UserWarning",
+        "ignore::DeprecationWarning:torch",
+        "ignore::FutureWarning:torch",
+    ),
+]
+WHOLE = "whole+aot_eager"
+
+
+def profile(case: Case, model: nn.Module) -> remat.Profile:
+    return remat.profile(model, case.batch, loss=case.loss, compile=WHOLE)
+
+
+def plan_of(found: remat.Profile, sets: list[int]) -> Plan:
+    """Layer i runs with saved set `sets[i]`, 0 being the largest."""
+    menu = found.kinds[0].menu
+    entries = [i for i, entry in enumerate(menu) if entry.mode is Mode.COMPILED]
+    return make_plan(found, [entries[i] for i in sets], 1 << 40, strategy="by hand")
+
+
+def held(case: Case, model: nn.Module) -> int:
+    output = model(**case.batch) if isinstance(case.batch, dict) else model(case.batch)
+    found = saved_bytes(model, case.batch, output)
+    assert found is not None, "the graph of the whole model did not run"
+    return found
+
+
+@pytest.mark.parametrize("share", [0.6, 0.5])
+def test_llama_has_the_gradients_of_the_untouched_model(share: float) -> None:
+    case = _llama()
+    plain = copy.deepcopy(case.model)
+    with remat.fit(case.model, case.batch, activations=share, compile=WHOLE) as handle:
+        assert handle.plan.profile.one_graph
+        (row,) = handle.status().rows
+        assert (row.name, row.mode, row.fallbacks) == ("(the whole model)", "compiled", 0)
+        assert handle.verification is not None
+        assert handle.verification.ok
+        assert "compiled one by one" in handle.verification.how
+        assert handle.measured is not None
+        assert handle.measured.above_bytes <= handle.plan.budget_bytes
+        assert_same(step(case, plain), step(case, case.model))
+    assert wrapped(case.model) is None
+    assert "forward" not in case.model.__dict__
+
+
+def test_what_is_saved_differs_by_what_the_sets_differ() -> None:
+    """Byte for byte: so the blocks, and their operations, are found in the graph of the model."""
+    case = stack(layers=4)
+    found = profile(case, case.model)
+    kind = found.kinds[0]
+    assert kind.graph is not None
+    sizes = [internal_bytes(kind.graph, e.recipe) for e in kind.menu if e.mode is Mode.COMPILED and e.recipe]
+    assert sizes[0] > sizes[-1]
+
+    def whole(sets: list[int]) -> int:
+        with remat.apply(case.model, plan_of(found, sets)):
+            return held(case, case.model)
+
+    last = len(sizes) - 1
+    least = whole([last] * 4)
+    for sets in ([0, last, last, last], [last, 0, 1, last], [1, 1, 0, last]):
+        assert whole(sets) - least == sum(sizes[i] - sizes[last] for i in sets), sets
+
+
+def test_dropout_is_that_of_the_same_graph_with_other_sets() -> None:
+    case = stack(layers=3, dropout=0.3)
+    found = profile(case, case.model)
+    last = sum(entry.mode is Mode.COMPILED for entry in found.kinds[0].menu) - 1
+    models = [copy.deepcopy(case.model) for _ in range(3)]
+    with remat.apply(models[0], plan_of(found, [0, 0, 0])):
+        expected = step(case, models[0])
+    with remat.apply(models[1], plan_of(found, [last, 0, last])):
+        assert_same(expected, step(case, models[1]))
+    assert_same(step(case, models[2]), expected)
+
+
+class Breaks(nn.Module):
+    """The compiler cannot follow what happens after the blocks; the model lies below another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Stack(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        torch._dynamo.graph_break()
+        return y * y.detach().mean()
+
+
+def test_a_graph_that_breaks_behind_the_blocks() -> None:
+    torch.manual_seed(0)
+    case = Case(Breaks().train(), torch.randn(4, 32, 8), squared)
+    plain = copy.deepcopy(case.model)
+    with remat.fit(case.model, case.batch, loss=squared, activations=0.5, compile=WHOLE) as handle:
+        assert handle.plan.profile.one_graph, handle.plan.profile.notes
+        assert_same(step(case, plain), step(case, case.model))
+
+
+def test_blocks_that_are_not_found_are_compiled_one_by_one(monkeypatch: Any) -> None:
+    monkeypatch.setattr(onegraph, "_module_path", lambda text: "")
+    case = stack(layers=4)
+    plain = copy.deepcopy(case.model)
+    with remat.fit(case.model, case.batch, loss=squared, activations=0.5, compile=WHOLE) as handle:
+        assert not handle.plan.profile.one_graph
+        assert any("one by one and not in one graph: layers.0" in note for note in handle.plan.profile.notes)
+        assert len(handle.status().rows) == 4
+        assert_same(step(case, plain), step(case, case.model))
+
+
+def test_a_saved_plan_and_a_copy_of_the_model(tmp_path: Any) -> None:
+    case = stack(layers=3)
+    plain = copy.deepcopy(case.model)
+    path = plan_of(profile(case, case.model), [1, 0, 1]).save(tmp_path / "plan.json")
+    with remat.apply(case.model, remat.Plan.load(path)):
+        twin = copy.deepcopy(case.model)
+        expected = step(case, plain)
+        assert_same(expected, step(case, case.model))
+        assert_same(expected, step(case, twin))
+
+
+def test_other_lengths_and_evaluation() -> None:
+    case = stack(layers=3)
+    plain = copy.deepcopy(case.model)
+    with remat.apply(case.model, plan_of(profile(case, case.model), [1, 1, 0])):
+        for length in (32, 17, 21):
+            other = Case(case.model, torch.randn(2, length, 8), squared)
+            models = plain, case.model
+            for model in models:
+                model.zero_grad()
+            assert_same(step(other, plain), step(other, case.model))
+        with torch.no_grad():
+            assert torch.equal(plain(case.batch), case.model(case.batch))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"allow": ("keep", "recompute", "offload")}, "one graph, where offload cannot be"),
+        ({"allow": ("keep", "recompute", "chunk")}, "one graph, where chunk cannot be"),
+        ({"compile": "whole+magic"}, "one of 'inductor', 'aot_eager', 'whole'"),
+        ({"adaptive": True}, "adaptive plans do not compile"),
+    ],
+)
+def test_refusals(options: dict[str, Any], message: str) -> None:
+    case = stack()
+    with pytest.raises(InputError, match=message):
+        remat.fit(case.model, case.batch, loss=squared, activations=0.5, **{"compile": WHOLE, **options})
+    assert wrapped(case.model) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("L['bound'][0].model.layers.3.mlp", "model.layers.3.mlp"),
+        ("L['bound'][0].model.layers.slice(None, 12, None)._modules['3']", "model.layers.3"),
+        ("L['self'].h[3]", "h.3"),
+        ("G['other'].h.3", ""),
+    ],
+)
+def test_where_the_compiler_found_a_module(text: str, path: str) -> None:
+    assert onegraph._module_path(text) == path
+
+
+def test_a_path_that_several_blocks_end_with_names_none() -> None:
+    assert onegraph._named("h.0", {"a.h.0", "a.h.1"}) == "a.h.0"
+    assert onegraph._named("h.0", {"a.h.0", "b.h.0"}) == ""
+    assert onegraph._named("", {"a.h.0"}) == ""
+
+
+@needs_compiler
+def test_inductor() -> None:
+    torch.manual_seed(0)
+    case = Case(Stack(2).train(), torch.randn(4, 32, 8), squared)
+    plain = copy.deepcopy(case.model)
+    found = profile(case, case.model)
+    kinds = tuple(replace(kind, compiler="inductor") for kind in found.kinds)  # its sets are not measured
+    expected = step(case, plain)
+    with remat.apply(case.model, plan_of(replace(found, kinds=kinds), [1, 0])):
+        got = step(case, case.model)
+    assert expected.keys() == got.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(got[name], tensor, rtol=1e-3, atol=1e-5)

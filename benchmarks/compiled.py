@@ -4,7 +4,8 @@
 
 Per workload, in one process: the plain eager step; torch.compile of the whole model and of each block
 ("regional"), each with activation_memory_budget 1.0, 0.5, 0.25 and 0.0; compiled blocks inside torch's
-checkpoint; and remat with compile=True at several shares of the plain step's activation peak. Times are
+checkpoint; and remat with compile=True at several shares of the plain step's activation peak, and with
+compile="whole" ("remat-whole") at the largest of them. Times are
 medians of CUDA events after warm-up, every method in every round in shuffled order; the peak is the
 allocator's above what is resident (parameters and gradients are). The file is written after every method, so
 that a run that is cut short loses nothing; a method that fails is recorded with its error; with --limit no
@@ -22,7 +23,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -41,7 +42,7 @@ from remat.trace.discover import find_blocks
 
 STOCK_BUDGETS = (1.0, 0.5, 0.25, 0.0)
 SHARES = (0.45, 0.25, 0.10, 0.04)
-GROUPS = ("plain", "remat", "regional", "checkpoint", "whole")
+GROUPS = ("plain", "remat", "remat-whole", "regional", "checkpoint", "whole")
 
 
 # ------------------------------------------------------------------------------------------- workloads
@@ -232,13 +233,21 @@ class Race:
         if self.options.out:
             path = Path(self.options.out).with_name(f"compiled-profile-{self.name}.json")
             path.write_text(to_json(profile), encoding="utf-8")
-        for share in SHARES:
-            self._add_share(profile, share, allow, f"remat {share}")
+        shares = {f"{share}": share for share in SHARES}
+        in_one_graph = {f"{SHARES[0]}": SHARES[0]}
         stock = self.result["methods"].get("whole 1.0") or self.result["methods"].get("regional 1.0")
         if self.name == "launch-bound" and stock is not None and "peak_bytes" in stock:
             plain = self.result["methods"]["plain"]["peak_bytes"]
             share = LAUNCH_BOUND_SHARE * stock["peak_bytes"] / plain
-            self._add_share(profile, share, allow, f"remat {LAUNCH_BOUND_SHARE} of torch.compile's peak")
+            in_one_graph = {f"{LAUNCH_BOUND_SHARE} of torch.compile's peak": share}
+            shares |= in_one_graph
+        if "remat" in self.options.methods.split(","):
+            for label, share in shares.items():
+                self._add_share(profile, share, allow, f"remat {label}")
+        if "remat-whole" in self.options.methods.split(","):
+            whole = replace(profile, one_graph=True)  # the same saved sets; each plan is one long compilation
+            for label, share in in_one_graph.items():
+                self._add_share(whole, share, ["keep", "recompute"], f"remat whole {label}")
 
     def _add_share(self, profile: remat.Profile, share: float, allow: list[str], label: str) -> None:
         """Plan for a share of the plain peak; where the measured peak is above it, once more with less."""
@@ -292,7 +301,7 @@ class Race:
             self.add_whole(some)
         if "regional" in wanted:
             self.add_regional(some)
-        if "remat" in wanted:
+        if {"remat", "remat-whole"} & set(wanted):
             self.add_remat()
         if "regional" in wanted:
             self.add_regional(STOCK_BUDGETS[1:])

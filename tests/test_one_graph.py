@@ -13,7 +13,9 @@ from torch import Tensor, nn
 import remat
 from models import Case, squared
 from reference import assert_same, step
-from remat.compiling import internal_bytes
+from remat.check.bench import Bench
+from remat.check.regions import GradientGap
+from remat.compiling import _Measured, _note, internal_bytes
 from remat.errors import InputError
 from remat.planner.schedule import make_plan
 from remat.records import Mode, Plan
@@ -172,6 +174,19 @@ def test_refusals(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         remat.fit(case.model, case.batch, loss=squared, activations=0.5, **{"compile": WHOLE, **options})
     assert wrapped(case.model) is None
+
+
+def test_where_the_device_waits_the_report_names_it() -> None:
+    case = stack(layers=3)
+    kind = profile(case, case.model).kinds[0]
+    recipe = next(entry.recipe for entry in kind.menu if entry.mode is Mode.COMPILED)
+    assert kind.graph is not None
+    assert recipe is not None
+    for host_seconds, device, said in ((0.9, "cuda", True), (0.5, "cuda", False), (0.9, "cpu", False)):
+        alone = Bench(0, 0, 0, seconds=1.0, host_seconds=host_seconds)
+        measured = _Measured(recipe, alone, 2.0, GradientGap(True, True), [], 0)
+        note = _note(kind.graph, [measured], [], torch.device(device))
+        assert ('compile="whole" may be faster' in note) == said
 
 
 @pytest.mark.parametrize(

@@ -331,7 +331,7 @@ def _kind(
         forward_seconds=forward,
         backward_seconds=fastest - forward,
         graph=graph,
-        note=_note(graph, found, problems),
+        note=_note(graph, found, problems, device),
         compiler=backend,
     )
 
@@ -445,12 +445,16 @@ def _bench_moving(
 # --------------------------------------------------------------------------------------------- what is said
 
 
-def _note(graph: RegionGraph, found: list[_Measured], problems: list[str]) -> str:
+def _note(
+    graph: RegionGraph, found: Sequence[_Measured], problems: Sequence[str], device: torch.device
+) -> str:
     times = ", ".join(f"{one.compile_seconds:.1f}" for one in found)
     gaps = "to the bit" if all(one.gap.exact for one in found) else f"within {_worst(found):.1g}"
     note = f"compiled with {len(found)} saved sets in {times} s; gradients equal {gaps}"
     refused = [f"one more was refused: {problem}" for problem in problems]
-    return "; ".join([note, *_weights(graph, found), *refused])
+    waits = device.type == "cuda" and found[0].bench.launch_bound
+    hint = ['the device waits for the host, so compile="whole" may be faster'] if waits else []
+    return "; ".join([note, *_weights(graph, found), *refused, *hint])
 
 
 def _sorted(entries: list[Entry]) -> tuple[Entry, ...]:
@@ -458,7 +462,7 @@ def _sorted(entries: list[Entry]) -> tuple[Entry, ...]:
     return (entries[0], *sorted(entries[1:], key=lambda entry: -entry.resident_bytes))
 
 
-def _weights(graph: RegionGraph, found: list[_Measured]) -> list[str]:
+def _weights(graph: RegionGraph, found: Sequence[_Measured]) -> list[str]:
     """Where a compiled graph holds other bytes than it was told to: padded strides, or not our partition.
     Plans go by what was measured."""
     told = [internal_bytes(graph, one.recipe) for one in found]
@@ -470,7 +474,7 @@ def _weights(graph: RegionGraph, found: list[_Measured]) -> list[str]:
     return [f"held for backward: {', '.join(pairs)}"] if pairs else []
 
 
-def _worst(found: list[_Measured]) -> float:
+def _worst(found: Sequence[_Measured]) -> float:
     return max(one.gap.worst for one in found)
 
 

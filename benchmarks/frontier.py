@@ -30,7 +30,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -51,9 +51,17 @@ FORMAT = 1
 SHARES = (0.9, 0.7, 0.5, 0.35, 0.25, 0.15, 0.10, 0.06)
 EVERYTHING = (Action.KEEP, Action.RECOMPUTE, Action.OFFLOAD, Action.CHUNK)
 EXACT = EVERYTHING[:3]  # to the bit
-OURS = {"remat": EVERYTHING, "exact": EXACT, "compiled": EVERYTHING}
+OURS = {"remat": EVERYTHING, "exact": EXACT, "compiled": EVERYTHING, "one-graph": EVERYTHING[:2]}
+PREFIX = {
+    "remat": "remat",
+    "exact": "remat exact",
+    "compiled": "remat compiled",
+    "one-graph": "remat in one graph",
+}
+OF_PROFILE = {"exact": "remat", "one-graph": "compiled"}  # whose profile serves, if there is one
+OURS_COMPILED = ("compiled", "one-graph")
 # In this order: what is cheap and what matters most first, for a run that is cut short.
-GROUPS = ("plain", "remat", "exact", *EAGER, "compiled", *COMPILED, "offload-all")
+GROUPS = ("plain", "remat", "exact", *EAGER, "compiled", *COMPILED, "one-graph", "offload-all")
 TRIES = 3  # plans for one share, each by what the last one's peak was off
 PIECES = 0.002 if CUDA else 0.0  # relative: the allocator's pieces, which no plan is made anew for
 NEAR = 0.03  # a row of ours so little below a peer's peak stands for it
@@ -305,6 +313,8 @@ class Race:
         if made is None:
             return
         self.planners[group] = made
+        if group == "one-graph":
+            return  # a long compilation each: only where a peer is not beaten without
         how = "compiled" if group == "compiled" else "eager"
         asked = {target.share for target in self.targets() if target.how in (how, "any")}
         for share in sorted({*(self.workload.shares or SHARES), *asked}, reverse=True):
@@ -314,15 +324,17 @@ class Race:
         """remat right at the peak of each peer that it does not clearly beat yet: that is the comparison."""
         for lane in [lane for lane in self.lanes.values() if not lane.ours and lane.group != "plain"]:
             peer = self.row(lane)
-            made = self.planners.get("compiled") if peer.compiled else self.planners.get("remat")
-            if made is None or not peer.measured or not self.unbeaten(peer):
-                continue
-            assert peer.share is not None
-            label = f"{made.prefix} {peer.share:.3f}, as {peer.label}"
-            if peer.share >= made.least_share and label not in self.lanes:
-                made.add(peer.share, label)
+            for group in OURS_COMPILED if peer.compiled else ("remat",):
+                made = self.planners.get(group)
+                if made is None or not peer.measured or not self.unbeaten(peer, group):
+                    continue
+                assert peer.share is not None
+                label = f"{made.prefix} {peer.share:.3f}, as {peer.label}"
+                if peer.share >= made.least_share and label not in self.lanes:
+                    made.add(peer.share, label)
 
-    def unbeaten(self, peer: Row) -> bool:
+    def unbeaten(self, peer: Row, group: str) -> bool:
+        """Nothing of ours clearly beats it, and nothing of this group has been planned for its peak."""
         assert peer.share is not None
         assert peer.time is not None
         if not 0.02 <= peer.share <= 0.98:
@@ -331,7 +343,7 @@ class Race:
         best = fastest_within(rivals, peer.share)
         if best is not None and best.time is not None and best.time <= CLEARLY * peer.time:
             return False
-        near = (row.share for row in rivals if row.compiled == peer.compiled and row.share is not None)
+        near = (row.share for row in rivals if row.group == group and row.share is not None)
         return not any((1 - NEAR) * peer.share <= share <= peer.share for share in near)
 
     def race(self) -> None:
@@ -360,7 +372,7 @@ class Planner:
 
     def __init__(self, race: Race, group: str, profile: Profile) -> None:
         self.race, self.group, self.profile = race, group, profile
-        self.prefix = {"remat": "remat", "exact": "remat exact", "compiled": "remat compiled"}[group]
+        self.prefix = PREFIX[group]
         self.resident = profile.step.resident + profile.step.gradients
         self.least_share = 0.0  # below it no plan was found
         self.excess = 0  # what measured peaks are above their predictions
@@ -369,19 +381,20 @@ class Planner:
     @staticmethod
     def of(race: Race, group: str) -> Planner | None:
         """With the profile, which is made once; what fails is recorded."""
-        compiler = race.options.backend if group == "compiled" else False
+        compiler = race.options.backend if group in OURS_COMPILED else False
         begin = time.perf_counter()
         if race.late():
             race.absent(
                 Absent(f"{group} profile", group, ""), f"not run: the limit of {race.options.limit:g} s"
             )
             return None
-        there = race.planners.get("remat") if group == "exact" else None
+        there = race.planners.get(OF_PROFILE.get(group, ""))
         try:
             profile = there.profile if there is not None else remat.profile(
                 race.job.model, race.job.batch, loss=race.job.loss, accumulate=True, allow=OURS[group],
                 compile=compiler,
             )  # fmt: skip
+            profile = replace(profile, one_graph=group == "one-graph")
             anything = remat.plan(profile, 1 << 60, allow=OURS[group])
         except Exception as error:
             why = one_line(error)
@@ -389,7 +402,7 @@ class Planner:
             why = ""
         if why:
             clean()
-            race.absent(Absent(f"{group} profile", group, "", group == "compiled"), f"failed: {why}")
+            race.absent(Absent(f"{group} profile", group, "", group in OURS_COMPILED), f"failed: {why}")
             return None
         clean()
         made = Planner(race, group, profile)
@@ -467,7 +480,7 @@ class Planner:
         return plan.choices, plan.profile.chunked, len(plan.profile.kinds)
 
     def method(self, label: str, plan: Plan | None, share: float | None) -> Method:
-        compiled = self.group == "compiled"
+        compiled = self.group in OURS_COMPILED
         if plan is None:
             return Method(label, self.group, nullcontext, compiled, ours=True)
         ways: dict[str, int] = {}

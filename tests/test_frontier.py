@@ -459,11 +459,18 @@ def test_compiled_peers_and_plans_run(bench):
     race = bench["frontier"].Race(
         "llama-1.3b", bench["workloads"].WORKLOADS["llama-1.3b"], options, lambda result: None
     )
-    race.run(["plain", "compiled", "regional"])
+    race.run(["plain", "compiled", "regional", "one-graph"])
+    one_graph = race.planners["one-graph"]
+    assert one_graph.profile.one_graph
+    one_graph.add(0.5)
     rows = {each.label: each for each in race.rows() if each.measured}
     assert rows["regional 0.0"].share < rows["regional 0.5"].share < rows["regional 1.0"].share < 1
     assert rows["remat compiled 0.5"].share <= 0.5
     assert rows["remat compiled 0.5"].compiled
+    row = rows["remat in one graph 0.5"]
+    assert row.compiled
+    assert row.share <= 0.5
+    assert row.facts["fallbacks"] == 0
 
 
 # ------------------------------------------------------------------------------------------ longest context

@@ -13,11 +13,13 @@ from remat.codec import from_json, to_json
 from remat.errors import BudgetError
 from remat.planner.bounds import least_budget, time_lower_bound
 from remat.planner.link import link_use
+from remat.planner.proposals import Proposal, _may_fit
 from remat.planner.schedule import keep_everything, schedule
-from remat.planner.simulate import simulate
+from remat.planner.simulate import Simulator, simulate, spans
 from remat.records import Action, Entry, LinkRates, Mode, Phase, Plan, Profile, Recipe
 
 from .build import GraphBuilder, entry, kind, stack
+from .cases import profiles
 
 ALL = (Action.KEEP, Action.RECOMPUTE, Action.OFFLOAD)
 FAST = LinkRates(1000.0, 1000.0, 1000.0, 1000.0)
@@ -156,6 +158,22 @@ def test_the_plan_is_as_the_simulator_says_and_near_the_best_of_all(p: Profile, 
     except BudgetError:
         without = float("inf")
     assert plan.predicted_seconds <= without  # offload never makes a plan worse
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.one_of(profiles(), offloading()), st.integers(0, 60), st.data())
+def test_no_neighbour_within_the_budget_is_passed_over(p: Profile, room: int, data: st.DataObject) -> None:
+    """What is not worth a simulation is over the budget indeed."""
+    menus = [p.kinds[call.kind].menu for call in p.calls]
+    choices = tuple(data.draw(st.integers(0, len(menu) - 1)) for menu in menus)
+    simulator, where = Simulator(p), spans(p)
+    best = Proposal(choices, simulator.run(choices), 0)
+    budget = best.timeline.peak_bytes + room
+    for call, menu in enumerate(menus):
+        for number, other in enumerate(menu):
+            neighbour = (*choices[:call], number, *choices[call + 1 :])
+            if simulator.run(neighbour).peak_bytes <= budget:
+                assert _may_fit(best, where[call], menu[choices[call]], other, budget)
 
 
 def in_pieces(sent: list[list[int]], *, known: bool = True) -> Profile:

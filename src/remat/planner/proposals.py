@@ -19,8 +19,8 @@ from remat.planner.bounds import entries, least_choices
 from remat.planner.chain import Chain, chain, fastest
 from remat.planner.link import host_bytes
 from remat.planner.program import Program, Window, memory_prices, program, solve_milp, window_sizes
-from remat.planner.simulate import Simulator, Timeline
-from remat.records import Action, Profile
+from remat.planner.simulate import Simulator, Span, Timeline, spans
+from remat.records import Action, Entry, Profile
 
 __all__ = ["Proposal", "polished", "proposals", "rank"]
 
@@ -76,6 +76,7 @@ def polished(profile: Profile, budget_bytes: int, allow: Sequence[Action], start
     if math.prod(map(len, menus)) <= _MOST_TRIALS:
         everything = (_proposal(simulator, choices) for choices in itertools.product(*menus))
         return min((start, *everything), key=lambda p: rank(profile, p, budget_bytes))
+    where = spans(profile)
     best, trials, improved = start, 0, True
     while improved and trials < _MOST_TRIALS:
         improved = False
@@ -86,11 +87,28 @@ def polished(profile: Profile, budget_bytes: int, allow: Sequence[Action], start
                 faster = entries_of[entry].extra_seconds < entries_of[best.choices[call]].extra_seconds
                 if entry == best.choices[call] or not (faster or waits):
                     continue
+                if not _may_fit(
+                    best, where[call], entries_of[best.choices[call]], entries_of[entry], budget_bytes
+                ):
+                    continue
                 other = _proposal(simulator, (*best.choices[:call], entry, *best.choices[call + 1 :]))
                 trials += 1
                 if rank(profile, other, budget_bytes) < rank(profile, best, budget_bytes):
                     best, improved = other, True
     return best
+
+
+def _may_fit(best: Proposal, span: Span | None, now: Entry, other: Entry, budget_bytes: int) -> bool:
+    """Whether a plan within the budget might stay so with this call in another entry: by what the call holds
+    from its forward to its backward, whatever happens to the link. Much faster than to simulate it."""
+    lets_go = set(now.holds_inputs) - set(other.holds_inputs) or set(now.holds_outputs) - set(
+        other.holds_outputs
+    )
+    if span is None or not span.recorded or best.timeline.peak_bytes > budget_bytes or lets_go:
+        return True
+    between = best.timeline.points[span.forward + 1 : span.returns]
+    highest = max((point.peak_bytes - point.moving for point in between), default=0)
+    return highest + other.resident_bytes - now.resident_bytes <= budget_bytes
 
 
 def rank(profile: Profile, proposal: Proposal, budget_bytes: int) -> tuple[float, ...]:

@@ -809,3 +809,28 @@ def test_the_benchmark_records_what_runs_and_what_fails(tmp_path: Any) -> None:
     assert found["remat 0.45"]["share"] <= 0.451
     assert found["remat 0.45"]["fallbacks"] == 0
     assert "BudgetError" in found["remat 0.04"]["failed"]
+
+
+class Tempered(Block):
+    """A number that the compiler takes for a constant."""
+
+    number = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + self.number / 64)
+
+
+def test_a_block_that_is_compiled_too_often_recomputes() -> None:
+    torch.manual_seed(0)
+    case = Case(nn.Sequential(*(Tempered() for _ in range(3))).train(), torch.randn(4, 32, 32), squared)
+    plain = copy.deepcopy(case.model)
+    with fit(case, case.model, activations=0.5) as handle:
+        for number in range(1, 12):
+            for model in (plain, case.model):
+                model.zero_grad()
+                for block in model:
+                    block.number = number
+            assert_same(step(case, plain), step(case, case.model))
+        assert {row.why for row in handle.status().rows} == {
+            "it was compiled too often, see torch._dynamo.config.recompile_limit"
+        }

@@ -23,7 +23,7 @@ from remat.records import Mode, Plan
 from remat.run import onegraph
 from remat.run.compiled import saved_bytes
 from remat.run.wrap import wrapped
-from test_compiled import Stack, _bert, _gpt2, _llama, _qwen2, _vit, needs_compiler, stack
+from test_compiled import Stack, _bert, _gpt2, _llama, _qwen2, _vit, counted_peak, needs_compiler, stack
 
 pytestmark = [
     pytest.mark.usefixtures("forgets_compiled"),
@@ -208,6 +208,7 @@ def test_where_the_device_waits_the_report_names_it() -> None:
         ("L['bound'][0].model.layers.3.mlp", "model.layers.3.mlp"),
         ("L['bound'][0].model.layers.slice(None, 12, None)._modules['3']", "model.layers.3"),
         ("L['self'].h[3]", "h.3"),
+        ("L['bound'][0].__dict__['_modules']['inner'].h.3", "inner.h.3"),  # its own attributes are written to
         ("G['other'].h.3", ""),
     ],
 )
@@ -234,3 +235,45 @@ def test_inductor() -> None:
     assert expected.keys() == got.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(got[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+class Scaled(nn.Module):
+    """The compiler takes an attribute of a module for a constant: each value is a graph of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.times = Stack(4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.times += 1
+        return self.inner(x) * (1 + self.times / 64)
+
+
+def test_a_model_that_is_compiled_too_often_recomputes_its_blocks() -> None:
+    """Without fullgraph the compiler would run it as it is, which keeps everything."""
+    torch.manual_seed(0)
+    case = Case(Scaled().train(), torch.randn(4, 32, 8), squared)
+    plain = copy.deepcopy(case.model)
+    with remat.fit(case.model, case.batch, loss=squared, activations=0.5, compile=WHOLE) as handle:
+        assert handle.plan.profile.one_graph, handle.plan.profile.notes
+        case.model.times = 0
+        for _ in range(12):
+            for model in (plain, case.model):
+                model.zero_grad()
+            assert_same(step(case, plain), step(case, case.model))
+        (row,) = handle.status().rows
+        assert row.fallbacks == 1, row
+        assert "compiled too often" in row.why
+        assert counted_peak(case, case.model) <= handle.plan.budget_bytes
+        assert counted_peak(case, plain) > handle.plan.budget_bytes
+        assert wrapped(case.model.inner.layers[0]) is None
+    assert not any(wrapped(module) for module in case.model.modules())
+
+
+def test_a_step_that_never_calls_the_model_itself() -> None:
+    torch.manual_seed(0)
+    model, x = Breaks().train(), torch.randn(4, 32, 8)
+    step_of_inner = lambda: model.inner(x).square().mean()  # noqa: E731
+    with remat.fit(model, step=step_of_inner, activations=0.5, compile=WHOLE) as handle:
+        assert any("does not call the model itself" in note for note in handle.plan.profile.notes)
+        assert len(handle.status().rows) == 4

@@ -12,7 +12,7 @@ import operator
 import os
 import shutil
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -32,6 +32,7 @@ __all__ = [
     "compile_joint",
     "compiled_node",
     "compiler_errors",
+    "compiler_reason",
     "compiler_problem",
     "current_device_index",
     "current_stream_handle",
@@ -54,6 +55,7 @@ __all__ = [
     "sequence_number",
     "size_hint",
     "storage_ref",
+    "strict_recompile_limit",
     "wrapper_tensor",
 ]
 
@@ -375,11 +377,31 @@ def _partitioner_class() -> Any:
     return Partitioner
 
 
-def compiler_errors() -> type[Exception]:
-    """What torch.compile raises about code that it cannot compile: a graph break, a backend that fails."""
-    from torch._dynamo.exc import TorchDynamoException
+def compiler_errors() -> tuple[type[Exception], ...]:
+    """What torch.compile raises about code that it cannot compile: a graph break, a backend that fails, code
+    that was compiled too often already."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
-    return TorchDynamoException
+    return TorchDynamoException, FailOnRecompileLimitHit
+
+
+def compiler_reason(error: Exception) -> str:
+    """One line about one of `compiler_errors`."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    if isinstance(error, FailOnRecompileLimitHit):  # it says only which setting made it raise
+        return "it was compiled too often, see torch._dynamo.config.recompile_limit"
+    return f"it cannot be compiled: {str(error).splitlines()[0]}"
+
+
+def strict_recompile_limit() -> AbstractContextManager[None]:
+    """Inside, code that was compiled too often raises one of `compiler_errors` instead of running as it is,
+    which the compiler does without fullgraph. For this thread only."""
+    from torch._dynamo import config
+
+    if config.suppress_errors:  # the compiler refuses both together
+        return nullcontext()
+    return config.patch(fail_on_recompile_limit_hit=True)  # type: ignore[no-any-return]
 
 
 def is_optimized_module(module: torch.nn.Module) -> bool:

@@ -545,6 +545,8 @@ def _lost(handle: Handle) -> str:
     if not handle.plan.profile.one_graph:
         return ""
     why = "; ".join(region.counts.why for region in handle.regions if region.counts.fallbacks)
+    if not any(region.counts.calls for region in handle.regions):
+        why = "the step does not call the model itself, but parts of it"
     return next(filter(None, ranks.gathered(why)), "")
 
 

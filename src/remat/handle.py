@@ -355,6 +355,7 @@ def _whole_model(plan: Plan, check: bool) -> PlannedRegion:
         resident_bytes=sum(entry.resident_bytes for entry in entries.values()),
         compiled=block,
         gradient_gap=max(entry.gradient_gap for entry in entries.values()),
+        inside=tuple(sorted(entries)),
     )
     return PlannedRegion("", profile.model, {"every signature": variant}, check)
 

@@ -17,7 +17,7 @@ import hashlib
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -109,7 +109,9 @@ class CompiledBlock:
         """Run `forward`, the module's own, compiled."""
         if self._run is None:
             self._run = self._made()
-        output = self._run(*_code_of(module, forward), args, kwargs)
+        whole = self.backend.startswith(WHOLE)
+        with private.strict_recompile_limit() if whole else nullcontext():
+            output = self._run(*_code_of(module, forward), args, kwargs)
         meters = [mode for mode in private.dispatch_modes() if isinstance(mode, LiveBytes)]
         if meters:
             _show(meters, module, (args, kwargs), output)

@@ -81,6 +81,7 @@ def _named(path: str, blocks: Collection[str]) -> str:
 
 def _module_path(text: str) -> str:
     """The path of a module, from where the compiler found it."""
-    path = _INDEX.sub(r".\1", _SLICE.sub("", text)).replace("._modules", "")
+    path = _INDEX.sub(r".\1", _SLICE.sub("", text))
+    path = path.replace(".__dict__._modules", "").replace("._modules", "")
     root = next((root for root in _ROOTS if path.startswith(root)), None)
     return "" if root is None else path.removeprefix(root)

@@ -12,13 +12,20 @@ forwards before a backward, retain_graph, a forward that is never backwarded and
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from remat._torch_private import active_saved_tensors_hooks, compiled_node, compiler_errors, in_functorch
+from remat._torch_private import (
+    active_saved_tensors_hooks,
+    compiled_node,
+    compiler_errors,
+    compiler_reason,
+    in_functorch,
+)
 from remat.records import Mode
 from remat.run.checkpoint import Options, needs_gradients, run_checkpointed
 from remat.run.compiled import CompiledBlock
@@ -31,7 +38,7 @@ from remat.run.replay import replaying
 from remat.run.same import same_bits
 from remat.run.spotcheck import SpotCheck
 from remat.run.taps import NOTHING, Passing, open_taps
-from remat.run.wrap import RegionStatus
+from remat.run.wrap import RegionStatus, unwrap, wrap
 from remat.trees import describe_call, tensors
 
 __all__ = ["PlannedRegion", "Variant"]
@@ -53,6 +60,7 @@ class Variant:
     chunk: tuple[str, int] | None = None  # the part that runs in chunks, and their size
     again: bool = False  # mode CHUNK: the rest runs again as a whole
     outgoing: Outgoing | None = None  # mode COMPILED: what of its saved set waits on the host
+    inside: tuple[str, ...] = ()  # submodules that recompute, each as a whole, where the region is to
 
 
 # -------------------------------------------------------------------------------------------- the region
@@ -134,10 +142,7 @@ class PlannedRegion:
         if variant.compiled is not None:
             return self._run_compiled(key, variant, variant.compiled, module, forward, args, kwargs, inputs)
         if variant.program is None:
-            options = Options(name=self.name)
-            if self.tower == "functions":  # what stands behind a function is found by looking into it
-                return run_checkpointed(forward, args, kwargs, options)
-            return run_checkpointed(forward, args, kwargs, options, (module,))
+            return self._recompute(variant, module, forward, args, kwargs)
         if active_saved_tensors_hooks() is not None:
             self._fall_back("another saved-tensor hook is active (an outer checkpoint, save_on_cpu)")
             return forward(*args, **kwargs)
@@ -163,6 +168,26 @@ class PlannedRegion:
         self._fall_back("an input signature that was not planned")
         return Variant(Mode.FULL)
 
+    def _recompute(
+        self,
+        variant: Variant,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if variant.inside:  # recomputing a whole model holds all of it in backward
+            with ExitStack() as stack:
+                for name in variant.inside:
+                    submodule = module.get_submodule(name)
+                    wrap(submodule, PlannedRegion(name, self.tower, {}, otherwise=Variant(Mode.FULL)))
+                    stack.callback(unwrap, submodule)
+                return forward(*args, **kwargs)
+        options = Options(name=self.name)
+        if self.tower == "functions":  # what stands behind a function is found by looking into it
+            return run_checkpointed(forward, args, kwargs, options)
+        return run_checkpointed(forward, args, kwargs, options, (module,))
+
     def _run_compiled(
         self,
         key: tuple[Any, ...],
@@ -179,9 +204,9 @@ class PlannedRegion:
         except Exception as error:
             if not isinstance(error, compiler_errors()):
                 raise
-            self._fall_back(f"it cannot be compiled: {str(error).splitlines()[0]}")
-            self.known[key] = Variant(Mode.FULL)
-            return run_checkpointed(forward, args, kwargs, Options(name=self.name), (module,))
+            self._fall_back(compiler_reason(error))
+            self.known[key] = again = Variant(Mode.FULL, inside=variant.inside)
+            return self._recompute(again, module, forward, args, kwargs)
         sends = variant.outgoing is not None and self.engine is not None
         node = compiled_node(tensors(output), inputs) if sends or self.counts.calls == 1 else None
         if self.counts.calls == 1 and node is None:

@@ -148,6 +148,46 @@ def test_blocks_that_are_not_found_are_compiled_one_by_one(monkeypatch: Any) -> 
         assert_same(step(case, plain), step(case, case.model))
 
 
+def test_blocks_are_sought_anew_in_the_forward_of_another_model_of_this_kind() -> None:
+    """The graph of a model whose forward was replaced is not that of its class."""
+    case = stack(layers=5)
+    other = copy.deepcopy(case.model)
+    with remat.fit(case.model, case.batch, loss=squared, activations=0.5, compile=WHOLE) as handle:
+        assert handle.plan.profile.one_graph
+    own = other.forward
+    other.forward = lambda x: own(x)
+    with remat.fit(other, case.batch, loss=squared, activations=0.5, compile=WHOLE) as handle:
+        assert any("one by one" in note for note in handle.plan.profile.notes)
+
+
+class Normed(nn.Module):
+    """Its running statistics are written to in forward: backward cannot compute again what reads them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.norm(self.up(x))))
+
+
+@pytest.mark.parametrize(("share", "whole"), [(0.8, True), (0.6, False)])
+def test_what_reads_a_tensor_that_forward_writes_to_is_saved(share: float, whole: bool) -> None:
+    """Where that is over the budget, blocks are compiled one by one."""
+    torch.manual_seed(0)
+    case = Case(nn.Sequential(*(Normed() for _ in range(4))).train(), torch.randn(256, 32), squared)
+    plain = copy.deepcopy(case.model)
+    found = profile(case, case.model)
+    full = next(i for i, entry in enumerate(found.kinds[0].menu) if entry.mode is Mode.FULL)
+    with remat.apply(case.model, make_plan(found, [full] * 4, 1 << 40, strategy="by hand")):
+        assert_same(step(case, plain), step(case, case.model))
+    with remat.fit(case.model, case.batch, loss=squared, activations=share, compile=WHOLE) as handle:
+        assert handle.plan.profile.one_graph is whole, handle.plan.profile.notes
+        for model in (plain, case.model):
+            model.zero_grad()
+        assert_same(step(case, plain), step(case, case.model))
+
+
 def test_a_saved_plan_and_a_copy_of_the_model(tmp_path: Any) -> None:
     case = stack(layers=3)
     plain = copy.deepcopy(case.model)
@@ -179,6 +219,8 @@ def test_other_lengths_and_evaluation() -> None:
         ({"allow": ("keep", "recompute", "offload")}, "one graph, where offload cannot be"),
         ({"allow": ("keep", "recompute", "chunk")}, "one graph, where chunk cannot be"),
         ({"compile": "whole+magic"}, "one of 'inductor', 'aot_eager', 'whole'"),
+        ({"compile": "whole+whole"}, "one of 'inductor', 'aot_eager', 'whole'"),
+        ({"compile": 3}, "one of 'inductor', 'aot_eager', 'whole'"),
         ({"adaptive": True}, "adaptive plans do not compile"),
     ],
 )

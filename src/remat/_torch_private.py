@@ -22,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _python_dispatch, _pytree
 
 __all__ = [
+    "WRITTEN",
     "StopRecomputation",
     "active_saved_tensors_hooks",
     "after_accumulation",
@@ -32,8 +33,8 @@ __all__ = [
     "compile_joint",
     "compiled_node",
     "compiler_errors",
-    "compiler_reason",
     "compiler_problem",
+    "compiler_reason",
     "current_device_index",
     "current_stream_handle",
     "direct_launch",
@@ -305,6 +306,9 @@ def has_compiler(device_type: str) -> bool:
     return any(shutil.which(name) for name in (os.environ.get("CXX") or "g++", "g++", "clang++"))
 
 
+WRITTEN = "remat_written"
+
+
 def compile_joint(
     graph: torch.fx.GraphModule, inputs: Sequence[Any], decide: Decide, key: str, backend: str
 ) -> Callable[..., Any]:
@@ -314,6 +318,7 @@ def compile_joint(
     `decide(joint, parameters, outputs)`: the joint graph, which of its primals are parameters as far as the
     compiler knows, and how many of its outputs are those of forward. `key` names the decision in the
     compiler's caches on disk. A decision for a node that yields no tensor, or a view, is not looked at.
+    Primals that forward writes to have WRITTEN in their `meta`.
     """
 
     def partition(joint: torch.fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
@@ -321,6 +326,8 @@ def compile_joint(
         from torch._functorch.compile_utils import fx_graph_cse
         from torch.utils.checkpoint import CheckpointPolicy
 
+        for primal in _written(joint.graph):
+            primal.meta[WRITTEN] = True
         joint.graph.eliminate_dead_code()
         joint.graph = fx_graph_cse(joint.graph)  # as the partitioner itself would: nodes must not change
         static = options.get("static_lifetime_input_indices") or ()
@@ -350,6 +357,14 @@ def compile_joint(
 
     compiler = aot_autograd(fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=partition)
     return compiler(graph, inputs)
+
+
+def _written(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    """The inputs of a joint graph that forward writes to: in the graph, or with what the graph returns."""
+    results = graph.output_node().meta.get("desc") or ()
+    names = {getattr(result, "mutated_input", None) for result in results} - {None}
+    copies = {node.args[0] for node in graph.nodes if node.target is torch.ops.aten.copy_.default}
+    return [n for n in graph.nodes if n.op == "placeholder" and (n in copies or n.meta.get("desc") in names)]
 
 
 @functools.cache

@@ -39,6 +39,7 @@ from remat.run.wrap import wrapped
 from remat.show.progress import showing
 from remat.sizing import measure_sizes
 from remat.trace.discover import find_blocks
+from remat.trace.joint import is_random
 from remat.trace.sizes import smaller_batches
 from remat.units import format_bytes, parse_bytes
 
@@ -358,10 +359,10 @@ def _compiler(model: nn.Module, compile: bool | str | None, device: torch.device
             )
         return ""
     whole = _in_one_graph(compile)
-    backend = compile.removeprefix(WHOLE) if isinstance(compile, str) else DEFAULT_BACKEND
-    if whole and backend == WHOLE.removesuffix("+"):
+    backend = compile.removeprefix(WHOLE) if isinstance(compile, str) else compile
+    if backend is True or compile == WHOLE.removesuffix("+"):
         backend = DEFAULT_BACKEND
-    if backend not in BACKENDS:
+    if not isinstance(backend, str) or backend not in BACKENDS:
         known = ", ".join(map(repr, (*BACKENDS, WHOLE.removesuffix("+"))))
         raise InputError(f"compile={compile!r}: True, False, or one of {known}")
     problem = compiler_problem(device.type, backend)
@@ -472,6 +473,9 @@ def _fitted(
         try:
             made = _plan_below(found, budget_bytes, over, allowed)
         except BudgetError:
+            if good is None and found.one_graph and over > 0:
+                why = f"it peaks {format_bytes(over)} above what was predicted"
+                return _fitted(request, _one_by_one(found, why), budget_bytes, allowed, check, progress)
             if good is None:
                 raise
             break
@@ -523,7 +527,7 @@ def _fitted(
 def _verified(request: Request, handle: Handle) -> Verification:
     plan = handle.plan
     kinds = [kind.graph for kind in plan.profile.kinds if kind.compiler and kind.graph is not None]
-    if not plan.profile.one_graph or any(op.reason for graph in kinds for op in graph.ops):
+    if not plan.profile.one_graph or any(map(is_random, kinds)):
         # The graphs of a random model draw other numbers than those of its blocks.
         names = _with_room_to_compare(plan)
         return verify_regions(request.model, request.run, handle.regions, names, chunked_head(plan))

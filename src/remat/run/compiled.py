@@ -86,8 +86,10 @@ class CompiledBlock:
         self.keep = keep
         self.backend = backend
         self.graphs = 0  # that were compiled so far, or taken from the compiler's cache on disk
-        self._blocks: frozenset[str] = frozenset()  # of a whole model, those that were found in its graphs
-        self._read = False  # a graph was split here, and not taken from the compiler's cache
+        # Of a whole model, by the code of its forward: those that were found in graphs that were split here,
+        # and not taken from the compiler's cache. Models of one kind may differ in that code.
+        self._found: dict[Any, frozenset[str]] = {}
+        self._code: Any = None  # of the forward that ran last
         digest = hashlib.sha256("\n".join((kind, backend, *sorted(keep))).encode())
         self.key = digest.hexdigest()[:16]
         self._run: Callable[..., Any] | None = None
@@ -95,7 +97,8 @@ class CompiledBlock:
     @property
     def lost(self) -> frozenset[str]:
         """Blocks of a whole model that are in none of its graphs: nothing was decided for them."""
-        return blocks_of(self.keep) - self._blocks if self._read else frozenset()
+        found = self._found.get(self._code)
+        return frozenset() if found is None else blocks_of(self.keep) - found
 
     def __deepcopy__(self, memo: Any) -> CompiledBlock:
         return self
@@ -111,7 +114,9 @@ class CompiledBlock:
             self._run = self._made()
         whole = self.backend.startswith(WHOLE)
         with private.strict_recompile_limit() if whole else nullcontext():
-            output = self._run(*_code_of(module, forward), args, kwargs)
+            function, bound = _code_of(module, forward)
+            self._code = getattr(function, "__code__", None)
+            output = self._run(function, bound, args, kwargs)
         meters = [mode for mode in private.dispatch_modes() if isinstance(mode, LiveBytes)]
         if meters:
             _show(meters, module, (args, kwargs), output)
@@ -136,15 +141,16 @@ class CompiledBlock:
             found = read_joint(joint, parameters, outputs)
             if not self.backend.startswith(WHOLE):
                 return decisions(found, self.keep)
-            self._read = True
-            self._blocks |= blocks_in(found, self.keep)
+            before = self._found.get(self._code, frozenset())
+            self._found[self._code] = before | blocks_in(found, self.keep)
             return placed_decisions(found, self.keep)
 
         return private.compile_joint(graph, inputs, decide, self.key, self.backend.removeprefix(WHOLE))
 
 
 def decisions(joint: Joint, keep: frozenset[str]) -> dict[fx.Node, bool]:
-    """For every node of forward that makes tensors: is it saved? Whatever draws random numbers is.
+    """For every node of forward that makes tensors: is it saved? Whatever draws random numbers is,
+    and whatever reads a tensor that forward writes to.
 
     Everything else can be computed again, so that any set of labels gives right gradients, also in a graph
     that is not the one that the set was chosen for (another length, an input without gradient).

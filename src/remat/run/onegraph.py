@@ -47,8 +47,8 @@ def blocks_in(joint: Joint, keep: Collection[str]) -> frozenset[str]:
 
 
 def placed_decisions(joint: Joint, keep: Collection[str]) -> dict[fx.Node, bool]:
-    """For every node of forward that makes tensors inside of a block: is it saved? Random ones always are.
-    Any decision gives right gradients."""
+    """For every node of forward that makes tensors inside of a block: is it saved? Those that cannot be
+    computed again always are; for all others any decision gives right gradients."""
     blocks = blocks_of(keep)
     home = {node: _block_of(node, blocks) for node in joint.nodes}
     found = {node: False for node in joint.backward if _block_of(node, blocks)}

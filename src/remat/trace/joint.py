@@ -21,17 +21,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from remat._torch_private import size_hint
+from remat._torch_private import WRITTEN, size_hint
 from remat.records import Arg, Op, Recipe, RegionGraph, Role, Saved, Storage, Value
 from remat.trace.flops import flops_of
 from remat.trace.fusion import is_fused, touched_bytes
 from remat.trace.price import HOST, Rates, time_cuda
 from remat.trace.record import RANDOM, draws_random_numbers
 
-__all__ = ["Joint", "kept_labels", "labels", "price_joint", "read_joint", "readers"]
+__all__ = ["Joint", "is_random", "kept_labels", "labels", "price_joint", "read_joint", "readers"]
 
 _FUSED_SHARE = 0.25  # of the seconds that moving a fused operation's result would take
 _PROBE_BYTES = 1 << 26  # moved to see how fast the device does it
+_WRITTEN_TO = "reads a tensor that forward writes to"
 _ALIASES = ("aten._unsafe_view.default",)  # views, though their schema does not say so
 
 
@@ -47,7 +48,11 @@ class Joint:
 
     @property
     def random(self) -> bool:
-        return any(op.reason for op in self.graph.ops)
+        return is_random(self.graph)
+
+
+def is_random(graph: RegionGraph) -> bool:
+    return any(op.reason == RANDOM for op in graph.ops)
 
 
 def labels(ops: Iterable[Op], *, placed: bool = False) -> tuple[str, ...]:
@@ -92,6 +97,7 @@ class _Reader:
         self._value: dict[fx.Node, int] = {}
         self._ops: list[Op] = []
         self._op: dict[fx.Node, int] = {}
+        self._written: set[int] = set()  # storages of inputs that forward writes to
         results = [node if isinstance(node, fx.Node) else None for node in _results(graph)]
         self._outputs = [node for node in results[:outputs] if node is not None]
         self._gradients = [node for node in results[outputs:] if node is not None]
@@ -108,6 +114,8 @@ class _Reader:
                 if isinstance(node.meta.get("val"), torch.Tensor):
                     role = Role.PARAMETER if len(primals) - 1 in self._resident else Role.INPUT
                     self._add(node, self._storage(node, role), None)
+                    if node.meta.get(WRITTEN):
+                        self._written.add(self._values[self._value[node]].storage)
             elif node.op == "call_function" and node in self._forward:
                 self._read_op(node)
         for node in self._outputs:
@@ -143,7 +151,7 @@ class _Reader:
         view = _is_view(node.target)
         index = len(self._ops)
         self._op[node] = index
-        reason = RANDOM if _is_random(node) else ""
+        reason = RANDOM if _is_random(node) else _WRITTEN_TO if self._reads_written(node, view) else ""
         self._ops.append(
             Op(
                 name=name,
@@ -161,6 +169,11 @@ class _Reader:
         if isinstance(node.meta["val"], torch.Tensor):
             made = self._base(node) if view else self._storage(node, Role.INTERNAL)
             self._add(node, made, index)
+
+    def _reads_written(self, node: fx.Node, view: bool) -> bool:
+        """Backward would find there what forward has left. A view is only looked at by what reads it."""
+        read = (self._values[self._value[n]].storage for n in node.all_input_nodes if n in self._value)
+        return not view and not self._written.isdisjoint(read)
 
     def _read_item(self, node: fx.Node) -> None:
         parent = node.args[0]

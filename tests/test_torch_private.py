@@ -413,3 +413,42 @@ def test_a_launch_without_detours_runs_the_kernel() -> None:
     assert torch.equal(kernel(x), x * x)
     memory = torch.randn(301, device=device)[1:].view(3, 100)
     assert torch.equal(kernel(memory), memory * memory), "begins at an odd address"
+
+
+def test_the_inputs_that_a_compiled_forward_writes_to_are_marked() -> None:
+    found: list[bool] = []
+
+    def look(joint: Any, parameters: Any, outputs: int) -> dict[Any, bool]:
+        primals = [node for node in joint.graph.nodes if str(node.target).startswith("primals")]
+        found.extend(bool(node.meta.get(private.WRITTEN)) for node in primals)
+        # Left alone, the compiler would take the copy again from what forward has written over.
+        return {node: True for node in joint.graph.nodes if "clone" in str(node.target)}
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        return private.compile_joint(graph, inputs, look, "pinned", "aot_eager")
+
+    def forward(x: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+        y = x * mean.clone()
+        mean.add_(1)
+        return y
+
+    x, mean = torch.ones(3, requires_grad=True), torch.ones(3)
+    torch.compile(forward, backend=backend)(x, mean).sum().backward()
+    assert sorted(found) == [False, True]
+    assert torch.equal(mean, torch.full((3,), 2.0))
+
+
+def test_code_that_is_compiled_too_often_raises_where_that_is_asked_for() -> None:
+    def forward(x: torch.Tensor, number: int) -> torch.Tensor:
+        return x * number
+
+    run = torch.compile(forward, backend="eager", dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for number in (3, 4):  # the second runs as it is
+            run(torch.ones(2), number)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=1), private.strict_recompile_limit():
+        run(torch.ones(2), 3)
+        with pytest.raises(private.compiler_errors()) as caught:
+            run(torch.ones(2), 4)
+    assert "too often" in private.compiler_reason(caught.value)

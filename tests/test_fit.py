@@ -424,7 +424,7 @@ def test_a_tensor_made_in_inference_mode_may_go_into_a_region() -> None:
 @pytest.mark.parametrize(("accumulate", "room"), [(False, 0.001), (True, 0.01)])
 def test_on_cuda_room_is_left_for_the_allocators_pieces(accumulate: bool, room: float) -> None:
     """A profile that says CUDA, planned here: the margin is kept, and `needed` includes it."""
-    from remat.api import _plan_below
+    from remat.fitting import plan_below
 
     given = case("llama")
     profile = remat.profile(given.model, given.batch)
@@ -432,12 +432,12 @@ def test_on_cuda_room_is_left_for_the_allocators_pieces(accumulate: bool, room: 
     profile = dataclasses.replace(profile, environment=environment, accumulate=accumulate)
     allowed = (remat.Action.KEEP, remat.Action.RECOMPUTE)
     budget = remat.plan(profile, activations=0.6).budget_bytes
-    plan = _plan_below(profile, budget, 0, allowed)
+    plan = plan_below(profile, budget, 0, allowed)
     assert plan.budget_bytes == budget
     assert plan.predicted_peak_bytes <= (1 - room) * budget
     with pytest.raises(remat.BudgetError) as caught:
-        _plan_below(profile, 1000, 0, allowed)
+        plan_below(profile, 1000, 0, allowed)
     needed = caught.value.needed
-    assert _plan_below(profile, needed, 0, allowed).predicted_peak_bytes <= (1 - room) * needed
+    assert plan_below(profile, needed, 0, allowed).predicted_peak_bytes <= (1 - room) * needed
     with pytest.raises(remat.BudgetError):
-        _plan_below(profile, int(needed * 0.98), 0, allowed)
+        plan_below(profile, int(needed * 0.98), 0, allowed)

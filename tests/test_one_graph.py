@@ -77,6 +77,8 @@ def test_gradients_are_those_of_the_untouched_model(make: Callable[[], Case]) ->
         assert handle.verification.ok
         random = any(op.reason for kind in handle.plan.profile.kinds for op in kind.graph.ops)
         assert ("compiled one by one" in handle.verification.how) != random
+        assert ("was not compared" in str(handle.verification)) == random
+        assert handle.verification.bitwise != random
         assert handle.measured is not None
         assert handle.measured.above_bytes <= handle.plan.budget_bytes
         assert_same(step(case, plain), step(case, case.model))

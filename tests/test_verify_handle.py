@@ -218,3 +218,13 @@ def test_a_removed_handle_plans_nothing_any_more(adaptive: bool) -> None:
 
     handle.step(run)
     assert not planned_blocks(model)
+
+
+def test_a_removed_handle_cannot_be_paused() -> None:
+    """Its plan would be on the model afterwards."""
+    model = net()
+    handle = remat.fit(model, BATCH, activations=0.8)
+    handle.remove()
+    with pytest.raises(remat.InputError, match="was removed"), handle.paused():
+        pass
+    assert not planned_blocks(model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -17,19 +16,17 @@ from remat._torch_private import compiler_problem, partitioner_problem
 from remat.adaptive import AdaptiveHandle
 from remat.check import verify as check_verify
 from remat.check.chance import SeededRun
-from remat.check.peak import release_cached, step_peak
-from remat.check.regions import verify_regions
 from remat.check.step import Loss, run_step, signature, tensors_of
-from remat.check.untouched import untouched
 from remat.check.verify import Verification
 from remat.devices import Device
-from remat.errors import BudgetError, InputError, RematError, VerificationError
+from remat.errors import BudgetError, InputError
 from remat.estimating import OptimizerLike, estimate_profile
+from remat.fitting import fitted, rounding
 from remat.handle import Handle, apply, at_work, chunked_head
 from remat.planner.schedule import keep_everything, refusal, schedule
 from remat.planner.simulate import simulate
 from remat.profiling import Request, build_profile, device_of
-from remat.records import Action, Mode, Phase, Plan, Profile
+from remat.records import Action, Mode, Plan, Profile
 from remat.run.compiled import BACKENDS, DEFAULT_BACKEND, PUBLIC, WHOLE, is_compiled
 from remat.run.functions import functions
 from remat.run.journal import Event
@@ -39,23 +36,12 @@ from remat.run.wrap import wrapped
 from remat.show.progress import showing
 from remat.sizing import measure_sizes
 from remat.trace.discover import find_blocks
-from remat.trace.joint import is_random
 from remat.trace.sizes import smaller_batches
-from remat.units import format_bytes, parse_bytes
+from remat.units import parse_bytes
 
 __all__ = ["Handle", "apply", "fit", "plan", "profile", "verify"]
 
 Step = Callable[..., torch.Tensor]
-_MARGIN = 0.005  # added to the least budget: what a plan peaks above its prediction
-_PIECES = 0.001  # of the budget, left to the allocator's pieces
-_PIECES_UNSEEN = 0.01  # the same where tensors come later that the confirming run does not have
-_LACKING = 0.05  # of the budget, taken off when the device runs out of memory within it
-_SLACK = 0.03  # of the budget left unused, from which on a looser plan is tried
-_TRIES = 4  # plans that are measured before fit gives up on meeting a budget
-# Relative to a tensor's largest magnitude: with another saved set the compiler may fuse and round otherwise,
-# and chunks are added up in another order.
-_ROUNDING = 1e-4
-_ROUNDING_LOW = 0.05  # in half precision
 _ACTIONS = (Action.KEEP, Action.RECOMPUTE)
 
 
@@ -192,13 +178,13 @@ def fit(
         found = ranks.agree(build_profile(request, progress))
         budget_bytes = ranks.least(_budget_bytes(found, budget, activations))
         if adaptive is False:
-            handle = _fitted(request, found, budget_bytes, allowed, check, progress)
+            handle = fitted(request, found, budget_bytes, allowed, check, progress)
             handle.on_event = on_event
             return handle
         measured = measure_sizes(request, found, others, progress)
         room = remembered_bytes(model, device_of(model))  # handle.step shall find it
         try:
-            handle = _fitted(request, found, budget_bytes - room, allowed, check, progress)
+            handle = fitted(request, found, budget_bytes - room, allowed, check, progress)
         except BudgetError as error:
             raise refusal(budget_bytes, error.needed + room, error.hints, error.where) from None
         handle.plan = replace(handle.plan, budget_bytes=budget_bytes)
@@ -235,7 +221,7 @@ def verify(
     modes = set() if shown is None else {shown.entry(call).mode for call in range(len(shown.choices))}
     tolerance, how = 0.0, "whole step"
     if shown is not None and (chunked_head(shown) is not None or Mode.CHUNK in modes):
-        tolerance = _rounding(model)
+        tolerance = rounding(model)
         parts = chunked_head(shown) or "parts of blocks"
         how += f", {parts} in chunks (rounding may differ by {tolerance:g} of a tensor's magnitude)"
     planned_here = _runs_a_plan(model)
@@ -261,11 +247,6 @@ def _runs_a_plan(model: nn.Module) -> bool:
     return bool(functions(model)) or any(isinstance(around, PlannedRegion) for around in arounds)
 
 
-def _rounding(model: nn.Module) -> float:
-    low = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
-    return _ROUNDING_LOW if low else _ROUNDING
-
-
 def _verify_compiled(
     model: nn.Module, batch: Any, plan: Plan, run: Callable[[nn.Module, Any], torch.Tensor]
 ) -> Verification:
@@ -282,7 +263,7 @@ def _verify_compiled(
         model,
         batch,
         run=run,
-        tolerance=_rounding(model),
+        tolerance=rounding(model),
         how="whole step, against the same compiled blocks without a plan",
     )
 
@@ -456,198 +437,3 @@ def _budget_bytes(profile: Profile, budget: int | str | None, activations: float
     resident = profile.step.resident + (profile.step.gradients if profile.accumulate else 0)
     plain = simulate(profile, keep_everything(profile)).peak_bytes
     return resident + int((plain - resident) * activations)
-
-
-def _fitted(
-    request: Request,
-    found: Profile,
-    budget_bytes: int,
-    allowed: tuple[Action, ...],
-    check: bool,
-    progress: Callable[[str], None],
-) -> Handle:
-    """Plan, run the plan, and plan again by what it showed: tighter until its measured peak is within the
-    budget, or once looser where the prediction was too high."""
-    over, good = 0, None
-    for _ in range(_TRIES):
-        try:
-            made = _plan_below(found, budget_bytes, over, allowed)
-        except BudgetError:
-            if good is None and found.one_graph and over > 0:
-                why = f"it peaks {format_bytes(over)} above what was predicted"
-                return _fitted(request, _one_by_one(found, why), budget_bytes, allowed, check, progress)
-            if good is None:
-                raise
-            break
-        progress("running the plan once")
-        with _applied(request, made, check) as handle:
-            excess = ranks.most(_measured_excess(request, handle, over))
-            measured, outside = handle.measured, handle.outside
-            lost = _lost(handle)
-            if Action.OFFLOAD not in handle.plan.allow:  # the host refused: it need not be asked again
-                made, allowed = replace(handle.plan, budget_bytes=budget_bytes), handle.plan.allow
-        if lost:
-            return _fitted(request, _one_by_one(found, lost), budget_bytes, allowed, check, progress)
-        peak = made.predicted_peak_bytes + excess
-        if peak > budget_bytes:
-            if good is not None:
-                break
-            over = excess
-            continue
-        looser = (
-            good is None
-            and excess < 0
-            and peak < (1 - _SLACK - _pieces_share(found)) * budget_bytes
-            and any(made.choices)
-        )
-        good = (replace(made, predicted_peak_bytes=peak), measured, outside)
-        if not looser:
-            break
-        over = excess
-    if good is None:
-        raise RematError(
-            f"no plan was found whose measured peak is within {format_bytes(budget_bytes)} after {_TRIES} "
-            f"tries; the last one peaked {format_bytes(over)} above its prediction: "
-            "raise the budget by that much"
-        )
-    handle = _applied(request, good[0], check)
-    handle.measured, handle.outside = good[1:]
-    try:
-        progress("verifying region by region")
-        handle.verification = _verified(request, handle)
-    except BaseException:
-        handle.remove()
-        raise
-    if ranks.all_of(handle.verification.ok):
-        return handle
-    handle.remove()
-    return _fitted(request, _without_recipes(found, handle), budget_bytes, allowed, check, progress)
-
-
-def _verified(request: Request, handle: Handle) -> Verification:
-    plan = handle.plan
-    kinds = [kind.graph for kind in plan.profile.kinds if kind.compiler and kind.graph is not None]
-    if not plan.profile.one_graph or any(map(is_random, kinds)):
-        # The graphs of a random model draw other numbers than those of its blocks.
-        names = _with_room_to_compare(plan)
-        return verify_regions(request.model, request.run, handle.regions, names, chunked_head(plan))
-    alone = replace(plan, profile=replace(plan.profile, one_graph=False))
-    with handle.paused():
-        return check_verify.compare(
-            lambda: apply(request.model, alone),
-            lambda: apply(request.model, plan),
-            request.model,
-            None,
-            run=lambda model, batch: request.run(),
-            tolerance=_rounding(request.model),
-            how="whole step, against the same plan with blocks compiled one by one",
-        )
-
-
-def _lost(handle: Handle) -> str:
-    """Why the model does not run as one graph, if it was planned so, on whichever rank."""
-    if not handle.plan.profile.one_graph:
-        return ""
-    why = "; ".join(region.counts.why for region in handle.regions if region.counts.fallbacks)
-    if not any(region.counts.calls for region in handle.regions):
-        why = "the step does not call the model itself, but parts of it"
-    return next(filter(None, ranks.gathered(why)), "")
-
-
-def _one_by_one(found: Profile, why: str) -> Profile:
-    note = f"blocks are compiled one by one and not in one graph: {why}"
-    return replace(found, one_graph=False, notes=(*found.notes, note))
-
-
-def _applied(request: Request, plan: Plan, check: bool) -> Handle:
-    """The plan at work. Where the host of one rank refuses, all ranks run what that one makes do with: they
-    measure and plan on together."""
-    handle = apply(request.model, plan, check=check)
-    if Action.OFFLOAD not in plan.allow:
-        return handle
-    refused = Action.OFFLOAD not in handle.plan.allow
-    for other in ranks.gathered(handle.plan if refused else None):
-        if other is not None and not refused:
-            handle.remove()
-            return apply(request.model, other, check=check)
-    return handle
-
-
-def _plan_below(found: Profile, budget_bytes: int, over: int, allowed: tuple[Action, ...]) -> Plan:
-    """The fastest plan whose prediction leaves room for what the last one peaked above its own, and for what
-    the allocator's pieces may take."""
-    pieces = math.ceil(budget_bytes * _pieces_share(found))
-    try:
-        made = schedule(found, budget_bytes - pieces - over, allow=allowed)
-    except BudgetError as error:
-        needed = math.ceil((error.needed + over) * (1 + _MARGIN) / (1 - _pieces_share(found)))
-        raise refusal(budget_bytes, needed, error.hints, error.where) from None
-    return replace(made, budget_bytes=budget_bytes)
-
-
-def _pieces_share(found: Profile) -> float:
-    """CUDA's allocator leaves up to 1 MiB unused in each large piece, and counts it. What the confirming run
-    does not have yet (optimizer state, gradients that stay) may lie less well than it did."""
-    if not found.environment.device.startswith("cuda"):
-        return 0.0
-    return _PIECES_UNSEEN if found.accumulate or found.step.optimizer_state else _PIECES
-
-
-def _measured_excess(request: Request, handle: Handle, before: int) -> int:
-    """By how many bytes the real step peaks above what was predicted for it (below 0: it peaks lower).
-
-    If it runs out of memory although its prediction fits, the device has less than the budget left, or its
-    allocator has it in pieces: the next plan has to do with so much less.
-    """
-    profile, device = handle.plan.profile, device_of(request.model)
-    alone = replace(
-        profile, accumulate=False, step=replace(profile.step, optimizer_state=0, optimizer_temporary=0)
-    )
-    predicted = simulate(alone, handle.plan.choices).peak_bytes - alone.step.resident
-    release_cached(device)
-    with untouched(request.model, request.optimizer) as handle.outside:
-        try:
-            handle.measured = step_peak(request.model, request.run, device)
-        except torch.OutOfMemoryError:
-            lacking = max(before, 0) + math.ceil(handle.plan.budget_bytes * _LACKING)
-            return max(lacking, handle.plan.budget_bytes - handle.plan.predicted_peak_bytes + lacking)
-    release_cached(device)
-    return handle.measured.above_bytes - predicted
-
-
-def _with_room_to_compare(plan: Plan) -> set[str]:
-    """Regions that can hold what they drop and its replay side by side, when their forward returns."""
-    names = set()
-    for point in simulate(plan.profile, plan.choices).points:
-        if point.call >= 0 and point.phase is Phase.FORWARD:
-            entry = plan.entry(point.call)
-            if point.start_bytes + entry.forward_peak_bytes + entry.backward_peak_bytes <= plan.budget_bytes:
-                names.add(plan.profile.calls[point.call].name)
-    return names
-
-
-def _without_recipes(found: Profile, handle: Handle) -> Profile:
-    """The same profile without the recipes of the regions whose replay was wrong, on whichever rank.
-    VerificationError if they have none: planning again would come to the same."""
-    assert handle.verification is not None
-    failed = {region.name for region in handle.regions if region.counts.fallbacks}
-    wrong = set[str]().union(*ranks.gathered(failed))
-    kinds = {call.kind for call in found.calls if call.name in wrong}
-    if not any(entry.mode is Mode.RECIPE for number in kinds for entry in found.kinds[number].menu):
-        seen = ranks.gathered("" if handle.verification.ok else handle.verification.worst)
-        raise VerificationError(
-            f"the planned step differs from the untouched one ({next(filter(None, seen), 'unknown')}), and "
-            "no other plan is left to try. A step has to run the same way every time: check that this region "
-            "does not depend on what earlier calls left behind, leave out compile= and allow= if you gave "
-            'them, or mark what can be planned with remat.region("name", fn)'
-        )
-    return replace(
-        found,
-        kinds=tuple(
-            replace(kind, menu=tuple(e for e in kind.menu if e.mode is not Mode.RECIPE))
-            if i in kinds
-            else kind
-            for i, kind in enumerate(found.kinds)
-        ),
-        notes=(*found.notes, *(f"{name}: its recipes failed verification" for name in sorted(wrong))),
-    )

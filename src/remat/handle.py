@@ -262,6 +262,8 @@ class Handle:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Inside, the plan is off the model; afterwards its regions are on it again, and go on counting."""
+        if self._removed:
+            raise InputError("this handle was removed: there is nothing to pause; apply its plan again")
         put_back = self._take_off()
         del _AT_WORK[self.model]
         try:

@@ -1,0 +1,242 @@
+"""A plan for a budget, run and corrected until its measured peak is within it, and verified."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from remat import ranks
+from remat.check import verify as check_verify
+from remat.check.peak import release_cached, step_peak
+from remat.check.regions import verify_regions
+from remat.check.untouched import untouched
+from remat.check.verify import Verification
+from remat.errors import BudgetError, RematError, VerificationError
+from remat.handle import Handle, apply, chunked_head
+from remat.planner.schedule import refusal, schedule
+from remat.planner.simulate import simulate
+from remat.profiling import Request, device_of
+from remat.records import Action, Mode, Phase, Plan, Profile
+from remat.trace.joint import is_random
+from remat.units import format_bytes
+
+__all__ = ["fitted", "plan_below", "rounding"]
+
+_MARGIN = 0.005  # added to the least budget: what a plan peaks above its prediction
+_PIECES = 0.001  # of the budget, left to the allocator's pieces
+_PIECES_UNSEEN = 0.01  # the same where tensors come later that the confirming run does not have
+_LACKING = 0.05  # of the budget, taken off when the device runs out of memory within it
+_SLACK = 0.03  # of the budget left unused, from which on a looser plan is tried
+_TRIES = 4  # plans that are measured before fit gives up on meeting a budget
+# Relative to a tensor's largest magnitude: with another saved set the compiler may fuse and round otherwise,
+# and chunks are added up in another order.
+_ROUNDING = 1e-4
+_ROUNDING_LOW = 0.05  # in half precision
+
+
+def fitted(
+    request: Request,
+    found: Profile,
+    budget_bytes: int,
+    allowed: tuple[Action, ...],
+    check: bool,
+    progress: Callable[[str], None],
+) -> Handle:
+    """Plan, run the plan, and plan again by what it showed: tighter until its measured peak is within the
+    budget, or once looser where the prediction was too high."""
+    over, good = 0, None
+    for _ in range(_TRIES):
+        try:
+            made = plan_below(found, budget_bytes, over, allowed)
+        except BudgetError:
+            if good is None and found.one_graph and over > 0:
+                why = f"it peaks {format_bytes(over)} above what was predicted"
+                return fitted(request, _one_by_one(found, why), budget_bytes, allowed, check, progress)
+            if good is None:
+                raise
+            break
+        progress("running the plan once")
+        with _applied(request, made, check) as handle:
+            excess = ranks.most(_measured_excess(request, handle, over))
+            measured, outside = handle.measured, handle.outside
+            lost = _lost(handle)
+            if Action.OFFLOAD not in handle.plan.allow:  # the host refused: it need not be asked again
+                made, allowed = replace(handle.plan, budget_bytes=budget_bytes), handle.plan.allow
+        if lost:
+            return fitted(request, _one_by_one(found, lost), budget_bytes, allowed, check, progress)
+        peak = made.predicted_peak_bytes + excess
+        if peak > budget_bytes:
+            if good is not None:
+                break
+            over = excess
+            continue
+        looser = (
+            good is None
+            and excess < 0
+            and peak < (1 - _SLACK - _pieces_share(found)) * budget_bytes
+            and any(made.choices)
+        )
+        good = (replace(made, predicted_peak_bytes=peak), measured, outside)
+        if not looser:
+            break
+        over = excess
+    if good is None:
+        raise RematError(
+            f"no plan was found whose measured peak is within {format_bytes(budget_bytes)} after {_TRIES} "
+            f"tries; the last one peaked {format_bytes(over)} above its prediction: "
+            "raise the budget by that much"
+        )
+    handle = _applied(request, good[0], check)
+    handle.measured, handle.outside = good[1:]
+    try:
+        progress("verifying region by region")
+        handle.verification = _verified(request, handle)
+    except BaseException:
+        handle.remove()
+        raise
+    if ranks.all_of(handle.verification.ok):
+        return handle
+    handle.remove()
+    return fitted(request, _without_recipes(found, handle), budget_bytes, allowed, check, progress)
+
+
+def _verified(request: Request, handle: Handle) -> Verification:
+    plan = handle.plan
+    kinds = [kind.graph for kind in plan.profile.kinds if kind.compiler and kind.graph is not None]
+    random = any(map(is_random, kinds))
+    if not plan.profile.one_graph or random:
+        names = _with_room_to_compare(plan)
+        found = verify_regions(request.model, request.run, handle.regions, names, chunked_head(plan))
+        if not plan.profile.one_graph:
+            return found
+        how = "each saved set was compared with its block alone; the one graph draws other random numbers"
+        return replace(found, bitwise=False, within="rounding", how=f"{how}, and was not compared")
+    alone = replace(plan, profile=replace(plan.profile, one_graph=False))
+    with handle.paused():
+        return check_verify.compare(
+            lambda: apply(request.model, alone),
+            lambda: apply(request.model, plan),
+            request.model,
+            None,
+            run=lambda model, batch: request.run(),
+            tolerance=rounding(request.model),
+            how="whole step, against the same plan with blocks compiled one by one",
+        )
+
+
+def _lost(handle: Handle) -> str:
+    """Why the model does not run as one graph, if it was planned so, on whichever rank."""
+    if not handle.plan.profile.one_graph:
+        return ""
+    why = "; ".join(region.counts.why for region in handle.regions if region.counts.fallbacks)
+    if not any(region.counts.calls for region in handle.regions):
+        why = "the step does not call the model itself, but parts of it"
+    return next(filter(None, ranks.gathered(why)), "")
+
+
+def _one_by_one(found: Profile, why: str) -> Profile:
+    note = f"blocks are compiled one by one and not in one graph: {why}"
+    return replace(found, one_graph=False, notes=(*found.notes, note))
+
+
+def _applied(request: Request, plan: Plan, check: bool) -> Handle:
+    """The plan at work. Where the host of one rank refuses, all ranks run what that one makes do with: they
+    measure and plan on together."""
+    handle = apply(request.model, plan, check=check)
+    if Action.OFFLOAD not in plan.allow:
+        return handle
+    refused = Action.OFFLOAD not in handle.plan.allow
+    for other in ranks.gathered(handle.plan if refused else None):
+        if other is not None and not refused:
+            handle.remove()
+            return apply(request.model, other, check=check)
+    return handle
+
+
+def plan_below(found: Profile, budget_bytes: int, over: int, allowed: tuple[Action, ...]) -> Plan:
+    """The fastest plan whose prediction leaves room for what the last one peaked above its own, and for what
+    the allocator's pieces may take."""
+    pieces = math.ceil(budget_bytes * _pieces_share(found))
+    try:
+        made = schedule(found, budget_bytes - pieces - over, allow=allowed)
+    except BudgetError as error:
+        needed = math.ceil((error.needed + over) * (1 + _MARGIN) / (1 - _pieces_share(found)))
+        raise refusal(budget_bytes, needed, error.hints, error.where) from None
+    return replace(made, budget_bytes=budget_bytes)
+
+
+def _pieces_share(found: Profile) -> float:
+    """CUDA's allocator leaves up to 1 MiB unused in each large piece, and counts it. What the confirming run
+    does not have yet (optimizer state, gradients that stay) may lie less well than it did."""
+    if not found.environment.device.startswith("cuda"):
+        return 0.0
+    return _PIECES_UNSEEN if found.accumulate or found.step.optimizer_state else _PIECES
+
+
+def _measured_excess(request: Request, handle: Handle, before: int) -> int:
+    """By how many bytes the real step peaks above what was predicted for it (below 0: it peaks lower).
+
+    If it runs out of memory although its prediction fits, the device has less than the budget left, or its
+    allocator has it in pieces: the next plan has to do with so much less.
+    """
+    profile, device = handle.plan.profile, device_of(request.model)
+    alone = replace(
+        profile, accumulate=False, step=replace(profile.step, optimizer_state=0, optimizer_temporary=0)
+    )
+    predicted = simulate(alone, handle.plan.choices).peak_bytes - alone.step.resident
+    release_cached(device)
+    with untouched(request.model, request.optimizer) as handle.outside:
+        try:
+            handle.measured = step_peak(request.model, request.run, device)
+        except torch.OutOfMemoryError:
+            lacking = max(before, 0) + math.ceil(handle.plan.budget_bytes * _LACKING)
+            return max(lacking, handle.plan.budget_bytes - handle.plan.predicted_peak_bytes + lacking)
+    release_cached(device)
+    return handle.measured.above_bytes - predicted
+
+
+def _with_room_to_compare(plan: Plan) -> set[str]:
+    """Regions that can hold what they drop and its replay side by side, when their forward returns."""
+    names = set()
+    for point in simulate(plan.profile, plan.choices).points:
+        if point.call >= 0 and point.phase is Phase.FORWARD:
+            entry = plan.entry(point.call)
+            if point.start_bytes + entry.forward_peak_bytes + entry.backward_peak_bytes <= plan.budget_bytes:
+                names.add(plan.profile.calls[point.call].name)
+    return names
+
+
+def _without_recipes(found: Profile, handle: Handle) -> Profile:
+    """The same profile without the recipes of the regions whose replay was wrong, on whichever rank.
+    VerificationError if they have none: planning again would come to the same."""
+    assert handle.verification is not None
+    failed = {region.name for region in handle.regions if region.counts.fallbacks}
+    wrong = set[str]().union(*ranks.gathered(failed))
+    kinds = {call.kind for call in found.calls if call.name in wrong}
+    if not any(entry.mode is Mode.RECIPE for number in kinds for entry in found.kinds[number].menu):
+        seen = ranks.gathered("" if handle.verification.ok else handle.verification.worst)
+        raise VerificationError(
+            f"the planned step differs from the untouched one ({next(filter(None, seen), 'unknown')}), and "
+            "no other plan is left to try. A step has to run the same way every time: check that this region "
+            "does not depend on what earlier calls left behind, leave out compile= and allow= if you gave "
+            'them, or mark what can be planned with remat.region("name", fn)'
+        )
+    return replace(
+        found,
+        kinds=tuple(
+            replace(kind, menu=tuple(e for e in kind.menu if e.mode is not Mode.RECIPE))
+            if i in kinds
+            else kind
+            for i, kind in enumerate(found.kinds)
+        ),
+        notes=(*found.notes, *(f"{name}: its recipes failed verification" for name in sorted(wrong))),
+    )
+
+
+def rounding(model: nn.Module) -> float:
+    low = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
+    return _ROUNDING_LOW if low else _ROUNDING

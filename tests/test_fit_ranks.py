@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import remat
 from models import InARow
-from remat import api, profiling
+from remat import fitting, profiling
 from remat.records import Mode
 from remat.run import offload
 from remat.run.ranks import Ranks
@@ -59,7 +59,7 @@ def same_everywhere(value: Any) -> bool:
 
 def failing(modes: set[Mode]) -> Any:
     """verify_regions, to which replays of these modes are always wrong."""
-    real = api.verify_regions
+    real = fitting.verify_regions
 
     def verify(model: Any, run: Any, regions: Any, *more: Any) -> Any:
         found = real(model, run, regions, *more)
@@ -75,7 +75,7 @@ def failing(modes: set[Mode]) -> Any:
 def test_regions_that_fail_without_a_recipe_are_an_error_and_no_endless_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(api, "verify_regions", failing(set(Mode)))
+    monkeypatch.setattr(fitting, "verify_regions", failing(set(Mode)))
     model = net()
     with pytest.raises(remat.VerificationError, match=r"blocks\.\d: made up.* remat\.region"):
         remat.fit(model, torch.randn(256, 16), activations=0.7)
@@ -84,7 +84,7 @@ def test_regions_that_fail_without_a_recipe_are_an_error_and_no_endless_loop(
 
 def wrong_on_one_rank(patch: pytest.MonkeyPatch) -> None:
     if dist.get_rank() == 1:
-        patch.setattr(api, "verify_regions", failing({Mode.RECIPE}))
+        patch.setattr(fitting, "verify_regions", failing({Mode.RECIPE}))
     handle = remat.fit(net(), batch(), activations=0.7)
     assert all(v.mode is Mode.FULL for region in handle.regions for v in region.variants.values())
     assert same_everywhere(handle.plan)

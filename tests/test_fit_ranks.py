@@ -96,7 +96,7 @@ def wrong_on_one_rank(patch: pytest.MonkeyPatch) -> None:
 def no_link_on_one_rank(patch: pytest.MonkeyPatch) -> None:
     if dist.get_rank() == 1:
 
-        def hosting(device: torch.device) -> Any:
+        def hosting(device: torch.device, like: Any = None) -> Any:
             raise remat.HostMemoryError("made up")
 
         patch.setattr(profiling, "hosting", hosting)

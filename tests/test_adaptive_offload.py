@@ -17,7 +17,6 @@ import torch
 
 import remat
 from remat.adaptive import AdaptiveHandle
-from remat.check.live import LiveBytes
 from remat.errors import HostMemoryError
 from remat.planner.link import host_bytes
 from remat.planner.simulate import simulate
@@ -29,6 +28,7 @@ from remat.run.slabs import Slabs
 from remat.sending import load_of, window_gap_bytes
 from remat.sizing import Knot, Measured
 from remat.stencil import Stencil, stencil
+from test_adaptive import assert_equal, counted_peak
 
 pytest.importorskip("transformers")
 
@@ -96,21 +96,6 @@ def gradients(model, *losses):
     model.zero_grad()
     assert None not in found.values()
     return found
-
-
-def assert_equal(expected, found):
-    assert expected.keys() == found.keys()
-    different = [name for name in expected if not torch.equal(expected[name], found[name])]
-    assert not different
-
-
-def counted_peak(model, batch, run):
-    """Live bytes over a step, counted without anything of the planner's."""
-    with LiveBytes() as live:
-        live.watch([*model.parameters(), *model.buffers(), batch["input_ids"], batch["labels"]])
-        live.reset_peak()
-        run()
-    return live.peak_bytes
 
 
 def checked_step(model, plain, handle, length):

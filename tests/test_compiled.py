@@ -43,7 +43,7 @@ from remat.trace.joint import price_joint
 
 CPU = torch.device("cpu")
 # The compiler looks at .grad of its inputs, which are not leaves, and of what it was given by torch itself.
-pytestmark = [
+COMPILES = [
     pytest.mark.usefixtures("forgets_compiled"),
     pytest.mark.filterwarnings(
         "ignore:The .grad attribute of a Tensor:UserWarning",
@@ -51,6 +51,7 @@ pytestmark = [
         "ignore::FutureWarning:torch",
     ),
 ]
+pytestmark = COMPILES
 needs_compiler = pytest.mark.skipif(
     bool(compiler_problem("cpu")), reason=f"no compiler for the host: {compiler_problem('cpu')}"
 )

@@ -38,6 +38,7 @@ from remat.run.outgoing import outgoing
 from remat.run.simulated import SimulatedLink
 from remat.trees import tensors
 from test_compiled import (
+    COMPILES,
     CPU,
     FAMILIES,
     Mlps,
@@ -51,14 +52,7 @@ from test_compiled import (
 )
 
 ALL = ["keep", "recompute", "offload"]
-pytestmark = [
-    pytest.mark.usefixtures("forgets_compiled"),
-    pytest.mark.filterwarnings(
-        "ignore:The .grad attribute of a Tensor:UserWarning",
-        "ignore::DeprecationWarning:torch",
-        "ignore::FutureWarning:torch",
-    ),
-]
+pytestmark = COMPILES
 _profiles: dict[str, remat.Profile] = {}
 
 

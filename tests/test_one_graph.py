@@ -23,16 +23,20 @@ from remat.records import Mode, Plan
 from remat.run import onegraph
 from remat.run.compiled import saved_bytes
 from remat.run.wrap import wrapped
-from test_compiled import Stack, _bert, _gpt2, _llama, _qwen2, _vit, counted_peak, needs_compiler, stack
+from test_compiled import (
+    COMPILES,
+    Stack,
+    _bert,
+    _gpt2,
+    _llama,
+    _qwen2,
+    _vit,
+    counted_peak,
+    needs_compiler,
+    stack,
+)
 
-pytestmark = [
-    pytest.mark.usefixtures("forgets_compiled"),
-    pytest.mark.filterwarnings(
-        "ignore:The .grad attribute of a Tensor:UserWarning",
-        "ignore::DeprecationWarning:torch",
-        "ignore::FutureWarning:torch",
-    ),
-]
+pytestmark = COMPILES
 WHOLE = "whole+aot_eager"
 
 

@@ -7,15 +7,17 @@ One process, one run. The Llama shape of recipes.py; every method in every round
 being the median of CUDA events. For each share: predicted and measured peak and time, the same plan with a
 link that takes no time (nothing is copied; only for timing), pinned bytes against the plan's. Then a plan
 that offloads in every region what fits the window, with and without a free link. Peer: torch's save_on_cpu.
-Then many steps of random shapes on a small model: neither device nor pinned memory may grow. By itself, with
-deterministic kernels, `--only gradients`: gradients against the plain step's, and that against itself. The
-result is written after each part. Without accelerator it runs small shapes against the simulated link, so
-that it cannot rot.
+Then many steps of random shapes on a small model: neither device nor pinned memory may grow. By itself,
+`--only gradients`: every plan's gradients, first with the kernels and the chunked head of the race, the
+distance from fp32 gradients beside the plain step's own, and the plain step against itself; then with
+deterministic kernels and the head as it is, where bits must be equal. The result is written after each
+part. Without accelerator it runs small shapes against the simulated link, so that it cannot rot.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import json
 import random
@@ -174,7 +176,16 @@ def gradients(model: torch.nn.Module, batch: Any, context: Callable[[], Any]) ->
     model.zero_grad(set_to_none=True)
     with context():
         model(**batch).loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def reference(model: torch.nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+    """The gradients in fp32, blocks recomputed so that they fit."""
+    exact = copy.deepcopy(model).float()
+    exact.gradient_checkpointing_enable()
+    return gradients(exact, batch, nullcontext)
 
 
 def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> Result:
@@ -188,16 +199,21 @@ def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> Result
     return {"bit_equal": equal, "worst_relative": worst}
 
 
-def compare_gradients(model: torch.nn.Module, batch: Any, plans: dict[str, Plan], planned: Planned) -> Result:
-    """Each plan against the plain step, and that against itself."""
+def compare_gradients(
+    model: torch.nn.Module, batch: Any, plans: dict[str, Plan], exact: dict[str, torch.Tensor]
+) -> Result:
+    """Each plan and the plain step once more: against the plain step, and all against fp32."""
+    planned = Planned(model)
     plain = gradients(model, batch, nullcontext)
-    rows = {"plain, again": difference(plain, gradients(model, batch, nullcontext))}
-    for label, plan in plans.items():
-        found = gradients(model, batch, partial(planned.with_link, f"{label} (gradients)", plan))
-        rows[label] = difference(plain, found)
-        del found
-        print(f"gradients, {label}: {rows[label]}; plain again {rows['plain, again']}", flush=True)
-    model.zero_grad(set_to_none=True)
+    rows: Result = {"plain": {"from_fp32": difference(exact, plain)["worst_relative"]}}
+    ways: dict[str, Callable[[], Any]] = {"plain, again": nullcontext}
+    ways |= {label: partial(planned.with_link, label, plan) for label, plan in plans.items()}
+    for label, way in ways.items():
+        found = gradients(model, batch, way)
+        far = difference(exact, found)["worst_relative"]
+        shape = {"of_plan": _shape_of(plans[label])} if label in plans else {}
+        rows[label] = difference(plain, found) | {"from_fp32": far} | shape | planned.seen.get(label, {})
+        print(f"gradients, {label}: {rows[label]}", flush=True)
     return rows
 
 
@@ -266,29 +282,36 @@ def llama(name: str, rounds: int, out: Out) -> None:
 
 
 def exactness(name: str, out: Out) -> None:
-    """Kernels that add up in the same order every time, the head as it is: then bits must be equal."""
+    """As raced; then with kernels that add up in the same order every time, and the head as it is, where bits
+    must be equal."""
+    model, batch = build(SHAPES[name])
+    exact = reference(model, batch)
+    profile = remat.profile(model, batch, accumulate=True, allow=ALL)
+    plain = remat.plan(profile, activations=1.0, allow=ALL)
+    activations = plain.plain_peak_bytes - profile.step.resident - profile.step.gradients
+    budgets = {f"remat {share}": plain.plain_peak_bytes - int((1 - share) * activations) for share in SHARES}
+    plans = {label: _at_least(profile, budget, ALL) for label, budget in budgets.items()}
+    out.put("gradients", compare_gradients(model, batch, plans, exact))
+    small_head = with_chunks(profile) or profile  # room that the head takes is not what is compared here
+    chosen = {label: _at_least(small_head, budget, EXACT).choices for label, budget in budgets.items()}
+    whole = replace(profile, head=None)
+    plans = {
+        label: make_plan(whole, choices, 1 << 62, strategy="optimal", allow=EXACT)
+        for label, choices in chosen.items()
+    }
     torch.use_deterministic_algorithms(True)
     try:
-        model, batch = build(SHAPES[name])
-        profile = remat.profile(model, batch, allow=ALL)
-        found = {f"remat {share}": remat.plan(with_chunks(profile) or profile, activations=share, allow=ALL)
-                 for share in SHARES if _in_reach(profile, share)}  # fmt: skip
-        whole = replace(profile, head=None)
-        plans = {
-            label: make_plan(whole, plan.choices, 1 << 62, strategy=plan.strategy, allow=EXACT)
-            for label, plan in found.items()
-        }
-        out.put("gradients", compare_gradients(model, batch, plans, Planned(model)))
+        out.put("deterministic_gradients", compare_gradients(model, batch, plans, exact))
     finally:
         torch.use_deterministic_algorithms(False)
 
 
-def _in_reach(profile: Profile, share: float) -> bool:
+def _at_least(profile: Profile, budget_bytes: int, allow: list[Action]) -> Plan:
+    """The plan at this budget, or at the least there is."""
     try:
-        remat.plan(with_chunks(profile) or profile, activations=share, allow=ALL)
-    except remat.BudgetError:
-        return False
-    return True
+        return remat.plan(profile, budget_bytes, allow=allow)
+    except remat.BudgetError as error:
+        return remat.plan(profile, error.needed, allow=allow)
 
 
 def peer(step: Callable[[], None], plain: Result) -> Result:

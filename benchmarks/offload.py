@@ -96,7 +96,7 @@ def plans_of(profile: Profile, plain_peak: int, peak: Callable[[Plan], int]) -> 
                 plan = made
             if 0 <= room < 0.002 * plain_peak:
                 break
-            limit += room if room < 0 else int(0.9 * room)
+            limit = made.predicted_peak_bytes + room if room < 0 else limit + int(0.9 * room)
         found[f"remat {share}"] = plan or made
         seconds = time.perf_counter() - begin
         print(f"remat {share}: planned in {seconds:.1f} s, {_shape_of(found[f'remat {share}'])}", flush=True)
@@ -188,31 +188,36 @@ def reference(model: torch.nn.Module, batch: Any) -> dict[str, torch.Tensor]:
     return gradients(exact, batch, nullcontext)
 
 
-def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> Result:
-    """Bits, and the largest relative difference of any parameter's gradient."""
+def distances(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> dict[str, float]:
+    """How far b's gradient is from a's, relative to that, by parameter."""
     assert a.keys() == b.keys()
-    equal = all(torch.equal(a[name], b[name]) for name in a)
-    worst = 0.0
-    for name in a:
-        scale = float(a[name].float().norm())
-        worst = max(worst, float((a[name].float() - b[name].float()).norm()) / max(scale, 1e-30))
-    return {"bit_equal": equal, "worst_relative": worst}
+    return {n: float((a[n].float() - b[n].float()).norm() / a[n].float().norm().clamp_min(1e-30)) for n in a}
 
 
 def compare_gradients(
     model: torch.nn.Module, batch: Any, plans: dict[str, Plan], exact: dict[str, torch.Tensor]
 ) -> Result:
-    """Each plan and the plain step once more: against the plain step, and all against fp32."""
+    """Each plan and the plain step once more: against the plain step, and all against fp32, where a parameter
+    whose gradient came out worse than the plain step's would show."""
     planned = Planned(model)
     plain = gradients(model, batch, nullcontext)
-    rows: Result = {"plain": {"from_fp32": difference(exact, plain)["worst_relative"]}}
+    error = distances(exact, plain)
+    rows: Result = {"plain": {"worst_from_fp32": max(error.values())}}
     ways: dict[str, Callable[[], Any]] = {"plain, again": nullcontext}
     ways |= {label: partial(planned.with_link, label, plan) for label, plan in plans.items()}
     for label, way in ways.items():
         found = gradients(model, batch, way)
-        far = difference(exact, found)["worst_relative"]
-        shape = {"of_plan": _shape_of(plans[label])} if label in plans else {}
-        rows[label] = difference(plain, found) | {"from_fp32": far} | shape | planned.seen.get(label, {})
+        changed, far = distances(plain, found), distances(exact, found)
+        over = {n: far[n] / error[n] if error[n] else 1.0 + far[n] for n in far}
+        worst, farthest = max(changed, key=changed.__getitem__), max(over, key=over.__getitem__)
+        rows[label] = {
+            "bit_equal": all(torch.equal(plain[n], found[n]) for n in plain),
+            "worst_from_plain": (worst, changed[worst]),
+            "worst_from_fp32": max(far.values()),
+            "worst_error_over_plain_error": (farthest, over[farthest]),
+            **({"of_plan": _shape_of(plans[label])} if label in plans else {}),
+            **planned.seen.get(label, {}),
+        }
         print(f"gradients, {label}: {rows[label]}", flush=True)
     return rows
 
@@ -287,23 +292,25 @@ def exactness(name: str, out: Out) -> None:
     model, batch = build(SHAPES[name])
     exact = reference(model, batch)
     profile = remat.profile(model, batch, accumulate=True, allow=ALL)
-    plain = remat.plan(profile, activations=1.0, allow=ALL)
-    activations = plain.plain_peak_bytes - profile.step.resident - profile.step.gradients
-    budgets = {f"remat {share}": plain.plain_peak_bytes - int((1 - share) * activations) for share in SHARES}
-    plans = {label: _at_least(profile, budget, ALL) for label, budget in budgets.items()}
+    plans = {f"remat {share}": _at_least(profile, _bytes_of(profile, share), ALL) for share in SHARES}
     out.put("gradients", compare_gradients(model, batch, plans, exact))
-    small_head = with_chunks(profile) or profile  # room that the head takes is not what is compared here
-    chosen = {label: _at_least(small_head, budget, EXACT).choices for label, budget in budgets.items()}
-    whole = replace(profile, head=None)
-    plans = {
-        label: make_plan(whole, choices, 1 << 62, strategy="optimal", allow=EXACT)
-        for label, choices in chosen.items()
-    }
     torch.use_deterministic_algorithms(True)
     try:
+        profile = remat.profile(model, batch, accumulate=True, allow=ALL)  # other kernels save other tensors
+        small_head = with_chunks(profile) or profile  # room that the head takes is not what is compared here
+        whole = replace(profile, head=None)
+        plans = {}
+        for share in SHARES:
+            chosen = _at_least(small_head, _bytes_of(profile, share), EXACT).choices
+            plans[f"remat {share}"] = make_plan(whole, chosen, 1 << 62, strategy="optimal", allow=EXACT)
         out.put("deterministic_gradients", compare_gradients(model, batch, plans, exact))
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def _bytes_of(profile: Profile, share: float) -> int:
+    resident = profile.step.resident + profile.step.gradients
+    return resident + int(share * (remat.plan(profile, activations=1.0).plain_peak_bytes - resident))
 
 
 def _at_least(profile: Profile, budget_bytes: int, allow: list[Action]) -> Plan:

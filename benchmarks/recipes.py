@@ -74,28 +74,35 @@ def build(shape: Shape) -> tuple[LlamaForCausalLM, dict[str, torch.Tensor]]:
 def race(
     methods: dict[str, Callable[[], Any]], step: Callable[[], None], rounds: int, runs: int
 ) -> dict[str, Row]:
-    """Every method in every round, in another order each time: a device that warms up slows all alike."""
-    times: dict[str, list[float]] = {label: [] for label in methods}
+    """Every method in every round, in another order each time. A device that warms up slows all of a round
+    alike, so methods are compared within rounds: `time` is the median over rounds of a method's median over
+    the plain step's."""
+    times: dict[str, list[list[float]]] = {label: [] for label in methods}
     peaks: dict[str, int] = {}
     order = random.Random(0)
     for _ in range(rounds):
         for label in order.sample(list(methods), len(methods)):
             with methods[label]():
                 step()
-                step()
                 if label not in peaks:
+                    step()
                     peaks[label] = peak_of(step)
-                times[label] += [seconds_of(step) for _ in range(runs)]
-    return {
-        label: {
-            "seconds": statistics.median(found),
-            "quartiles": statistics.quantiles(found, n=4),
+                times[label].append([seconds_of(step) for _ in range(runs)])
+    plain = [statistics.median(found) for found in times["plain"]]
+
+    def row(label: str) -> Row:
+        every = [seconds for found in times[label] for seconds in found]
+        ratios = [statistics.median(found) / base for found, base in zip(times[label], plain, strict=True)]
+        return {
+            "seconds": statistics.median(every),
+            "quartiles": statistics.quantiles(every, n=4),
             "peak": peaks[label],
-            "time": statistics.median(found) / statistics.median(times["plain"]),
+            "time": statistics.median(ratios),
+            "time_by_round": ratios,
             "share": peaks[label] / peaks["plain"],
         }
-        for label, found in times.items()
-    }
+
+    return {label: row(label) for label in methods}
 
 
 # ------------------------------------------------------------------------------------------------- run

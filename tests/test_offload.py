@@ -624,6 +624,19 @@ def test_an_engine_that_is_dropped_gives_its_memory_back():
     assert link.pinned_bytes == 0
 
 
+def test_calibrate_is_not_slowed_down_by_what_others_do_for_a_while(monkeypatch):
+    link = SimulatedLink(d2h_bytes_per_second=50e9, h2d_bytes_per_second=25e9, latency_seconds=0.0)
+    seconds, busy = link.seconds, iter([1.4, 1.0, 1.2] * 3)
+
+    def contended(directions, buffers, repeats):
+        slower = next(busy)
+        return {d: slower * found for d, found in seconds(directions, buffers, repeats).items()}
+
+    monkeypatch.setattr(link, "seconds", contended)
+    rates = calibrate(link)
+    assert (rates.d2h_bytes_per_second, rates.h2d_bytes_per_second) == pytest.approx((50e9, 25e9))
+
+
 def test_calibrate_reads_the_rates_of_the_link():
     link = SimulatedLink(d2h_bytes_per_second=2e9, h2d_bytes_per_second=4e9, latency_seconds=0.0)
     assert calibrate(link) == LinkRates(

@@ -9,22 +9,27 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import itertools
 import pickle
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import remat
 from reference import assert_same, step
+from remat import profiling
 from remat.errors import OffloadError
+from remat.hosting import link_amounts
 from remat.planner.link import host_bytes, window_bytes
 from remat.planner.schedule import make_plan
 from remat.planner.simulate import simulate
-from remat.records import Action
+from remat.records import Action, LinkRates
 from remat.run.link import Direction, FreeLink
 from remat.run.offload import Engine
 from remat.run.simulated import SimulatedLink
+from remat.run.wrap import wrapped
 from test_fit import case, counted_peak
 
 ALL = ["keep", "recompute", "offload"]
@@ -341,3 +346,28 @@ def test_verify_beside_a_handle_leaves_it_offloading(llama_plan):
         assert remat.verify(given.model, given.batch, llama_plan, loss=given.loss).bitwise
         given.run().backward()
         assert handle.engine.counts.peak_used_bytes
+
+
+def test_a_storage_that_just_does_not_fit_the_window_may_be_sent():
+    """Four storages of 67 MB in a window of 264 MB: without the fourth the region would recompute it."""
+    rates = LinkRates(50.7e9, 55.0e9, 50.4e9, 50.5e9)
+    storage = 4 * 4096 * 2048 * 2
+    forward, backward = 5.2e-3, 9.6e-3
+    assert rates.d2h_bytes_per_second * forward < 4 * storage
+    assert max(link_amounts(rates, forward, backward, 1 << 31)) >= 4 * storage
+    assert link_amounts(rates, forward, backward, 1000) == (1000,)
+
+
+def test_the_gain_of_chunks_is_told_from_a_clock_that_slows_down(monkeypatch):
+    """Every step takes 2 % longer than the one before; chunks save 1 %."""
+    model = case("llama").model
+    taken, chunked = itertools.count(), []
+
+    def step(model, *_):
+        chunked.append(wrapped(model.get_submodule("lm_head")) is not None)
+        return (1.0 + 0.02 * next(taken)) * (0.99 if chunked[-1] else 1.0)
+
+    monkeypatch.setattr(profiling, "_frugal_step", step)
+    request = SimpleNamespace(model=model, run=None)
+    assert profiling._gained(request, [], "lm_head", {}, pairs=2) == pytest.approx(0.01, rel=0.1)
+    assert chunked == [True, False, False, True]

@@ -19,7 +19,9 @@ __all__ = ["Hosting", "hosting", "link_amounts", "settling"]
 
 _EVERYTHING = 1 << 60  # a limit that never binds: a region alone is measured without back-pressure
 _SIMULATED_BYTES = 2**20  # copied to calibrate a simulated link
-_WINDOWS = (1.0, 0.5)  # shares of what a region can send behind compute
+# Shares of what a region can send behind compute. A little more than that, because storages are large: one
+# that just does not fit would be recomputed for far more than the wait, which the simulator counts.
+_WINDOWS = (1.1, 0.5)
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,8 @@ def hosting(device: torch.device, like: Profile | None = None) -> Iterator[Hosti
 def link_amounts(
     rates: LinkRates, forward_seconds: float, backward_seconds: float, saved_bytes: int
 ) -> tuple[int, ...]:
-    """How many bytes a region may send: what its own seconds hide, out during forward and back during
-    backward, and about half of that; never more than it has."""
+    """How many bytes a region may send: a little more than its own seconds hide, out during forward and back
+    during backward, and about half of that; never more than it has."""
     hidden = min(rates.d2h_bytes_per_second * forward_seconds, rates.h2d_bytes_per_second * backward_seconds)
     amounts = (min(int(hidden * share), saved_bytes) for share in _WINDOWS)
     return tuple(dict.fromkeys(amount for amount in amounts if amount > 0))

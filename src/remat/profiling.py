@@ -59,6 +59,7 @@ Progress = Callable[[str], None]
 
 _LONG_SECONDS = 0.3  # an accelerator's step that takes so long is timed while its bytes are read
 _STEPS_COMPILED = 3  # timed, after a first one
+_PAIRS, _PAIRS_LONG = 4, 2  # steps timed with the head as it is and in chunks; of long ones
 _KINDS_IN_FULL = 4  # kinds of blocks that are compiled with as many saved sets as pay; more get two each
 
 
@@ -133,7 +134,9 @@ def build_profile(request: Request, progress: Progress) -> Profile:
         release_cached(device)
         progress("measuring a step")
         segments, seconds, eager = _fastest_step(request, blocks, found, kinds, device)
-        chunks = _chunked_step(request, blocks, found, kinds, device, progress) if request.chunk else None
+        chunks = None
+        if request.chunk:
+            chunks = _chunked_step(request, blocks, found, kinds, seconds, device, progress)
     calls = tuple(region_call(sighting) for sighting in found.sightings)
     if device.type == "cuda":  # a host's timings are too noisy for that
         kinds = _as_in_steps(kinds, calls, eager - seconds)
@@ -234,19 +237,26 @@ def _compiled_seconds(
     request: Request, blocks: Sequence[Block], found: Survey, kinds: Sequence[Kind], sets: Sequence[Entry]
 ) -> float | None:
     """Seconds of a step with these saved sets; None if it takes more memory than there is."""
-    made = [
-        block_for(kind.signature, kind.graph, entry.recipe, kind.compiler)
-        if entry.recipe is not None and kind.graph is not None
-        else None
-        for kind, entry in zip(kinds, sets, strict=True)
-    ]
-    compiled = {(s.name, s.call): block for s in found.sightings if (block := made[s.species]) is not None}
+    compiled = _compiled_calls(found, kinds, sets)
     try:
         _frugal_step(request.model, blocks, request.run, compiled)
         steps = [_frugal_step(request.model, blocks, request.run, compiled) for _ in range(_STEPS_COMPILED)]
     except torch.OutOfMemoryError:
         return None
     return statistics.median(steps)
+
+
+def _compiled_calls(
+    found: Survey, kinds: Sequence[Kind], sets: Sequence[Entry]
+) -> dict[tuple[str, int], CompiledBlock]:
+    """The calls that run compiled with these saved sets, by name and number."""
+    made = [
+        block_for(kind.signature, kind.graph, entry.recipe, kind.compiler)
+        if entry.mode is Mode.COMPILED and entry.recipe is not None and kind.graph is not None
+        else None
+        for kind, entry in zip(kinds, sets, strict=True)
+    ]
+    return {(s.name, s.call): block for s in found.sightings if (block := made[s.species]) is not None}
 
 
 def _timed_entry(kind: Kind) -> int:
@@ -277,19 +287,48 @@ def _chunked_step(
     blocks: Sequence[Block],
     found: Survey,
     kinds: Sequence[Kind],
+    seconds: float,
     device: torch.device,
     progress: Progress,
 ) -> HeadChunks | None:
-    """The same with the head in chunks; None if there is no head, or it did not come to that."""
+    """The same with the head in chunks; None if there is no head, or it did not come to that. `seconds`: of
+    the fastest step with the head as it is."""
     head = find_head(request.model)
     if head is None:
         return None
     progress("measuring a step with head and loss in chunks")
     with chunk_head(request.model, head=head[0]) as handle:
-        segments, seconds, _ = _fastest_step(request, blocks, found, kinds, device)
+        segments = _whole_step(request, blocks, found, device)[0]
         if not handle.counts.losses or handle.counts.materialised:
             return None
-    return HeadChunks(head[0], segments, seconds)
+    sets = [kind.menu[_timed_entry(kind)] for kind in kinds]
+    pairs = _PAIRS_LONG if ranks.agree(seconds) > _LONG_SECONDS else _PAIRS
+    try:
+        gain = _gained(request, blocks, head[0], _compiled_calls(found, kinds, sets), pairs)
+    except torch.OutOfMemoryError:
+        gain = _gained(request, blocks, head[0], {}, pairs)
+    return HeadChunks(head[0], segments, _without(ranks.agree(gain), seconds))
+
+
+def _gained(
+    request: Request,
+    blocks: Sequence[Block],
+    head: str,
+    compiled: Mapping[tuple[str, int], CompiledBlock],
+    pairs: int,
+) -> float:
+    """Seconds that chunks save (or, below zero, cost). Steps with and without them run in pairs, each the
+    other way round: a clock that slows down in between would show as a gain or a loss that is none."""
+
+    def seconds(chunks: bool) -> float:
+        with chunk_head(request.model, head=head) if chunks else nullcontext():
+            return _frugal_step(request.model, blocks, request.run, compiled)
+
+    gains = []
+    for pair in range(pairs):
+        found = {chunks: seconds(chunks) for chunks in ((False, True) if pair % 2 else (True, False))}
+        gains.append(found[False] - found[True])
+    return statistics.median(gains)
 
 
 def _frugal_step(

@@ -5,11 +5,11 @@
 Per workload, in one process: the plain eager step; torch.compile of the whole model and of each block
 ("regional"), each with activation_memory_budget 1.0, 0.5, 0.25 and 0.0; compiled blocks inside torch's
 checkpoint; and remat with compile=True at several shares of the plain step's activation peak, and with
-compile="whole" ("remat-whole") at the largest of them. Times are
-medians of CUDA events after warm-up, every method in every round in shuffled order; the peak is the
-allocator's above what is resident (parameters and gradients are). The file is written after every method, so
-that a run that is cut short loses nothing; a method that fails is recorded with its error; with --limit no
-further method is prepared after so many seconds, and the rest is recorded as not run.
+compile="whole" ("remat-whole") at the largest of them. Times are CUDA events after warm-up, every method in
+every round in shuffled order and compared with the plain step of the same round; the peak is the allocator's
+above what is resident (parameters and gradients are). The file is written after every method, so that a run
+that is cut short loses nothing; a method that fails is recorded with its error; with --limit no further
+method is prepared after so many seconds, and the rest is recorded as not run.
 
 On a machine without accelerator it runs small shapes, so that it cannot rot.
 """
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gauge import clean, peak_of, seconds_of, synchronize
+from gauge import clean, peak_of, relative_to, seconds_of, spread_of, synchronize
 from peers import compiled_alone, forwards, stock_budget
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -84,7 +84,7 @@ class Race:
         self.model, self.batch = job.model, job.batch
         self.blocks = [block.module for block in find_blocks(self.model)]
         self.methods: list[Method] = []
-        self.times: dict[str, list[float]] = {}
+        self.times: dict[str, list[list[float]]] = {}  # by round, the first of which is preparation
         self.result: dict[str, Any] = {"methods": {}}
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -114,7 +114,7 @@ class Race:
                 self.step()
                 clean()
                 peak = peak_of(self.step)
-                self.times[method.label] = [seconds_of(self.step) for _ in range(2)]
+                self.times[method.label] = [[seconds_of(self.step) for _ in range(2)]]
         except Exception as error:
             self.record(method.label, failed=f"{type(error).__name__}: {str(error)[:300]}")
             print(
@@ -134,25 +134,29 @@ class Race:
                 with method.context():
                     self.step()
                     self.step()
-                    self.times[method.label] += [seconds_of(self.step) for _ in range(self.options.runs)]
+                    seconds = [seconds_of(self.step) for _ in range(self.options.runs)]
+                self.times[method.label].append(seconds)
                 self._summarise(method.label)
         for method in self.methods:
             self._show(method.label)
 
     def _summarise(self, label: str) -> None:
-        found, plain = self.times[label], self.times.get("plain")
+        rounds, plain = self.times[label], self.times.get("plain")
         row = self.result["methods"][label]
-        facts: dict[str, Any] = {"seconds": statistics.median(found), "runs": len(found)}
-        facts["quartiles"] = statistics.quantiles(found, n=4)
+        every = [seconds for found in rounds[1:] or rounds for seconds in found]
+        facts: dict[str, Any] = {"seconds": statistics.median(every), "runs": len(every)}
+        facts["spread"] = spread_of(every)
         if plain:
-            facts["time"] = statistics.median(found) / statistics.median(plain)
+            raced = relative_to(plain[1:], rounds[1:]) or relative_to(plain, rounds)
+            facts["time"] = statistics.median(statistics.median(found) for found in raced)
+            facts["time_by_round"] = [statistics.median(found) for found in raced]
+            facts["spread"] = spread_of([ratio for found in raced for ratio in found])
             facts["share"] = row["peak_bytes"] / self.result["methods"]["plain"]["peak_bytes"]
         self.record(label, **facts)
 
     def _show(self, label: str) -> None:
         self._summarise(label)
         row = self.result["methods"][label]
-        low, _, high = row["quartiles"]
         extra = ", ".join(
             f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}"
             for key, value in row.items()
@@ -161,7 +165,7 @@ class Race:
         )
         print(
             f"{self.name:<13}{label:<30}{row.get('time', 1):.3f}x  peak {row.get('share', 1):.3f}  "
-            f"{row['seconds'] * 1e3:8.2f} ms  spread {(high - low) / row['seconds']:.3f}  {extra}",
+            f"{row['seconds'] * 1e3:8.2f} ms  spread {row['spread']:.3f}  {extra}",
             flush=True,
         )
 

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gauge import COST_UNIT, Reading, clean, read, seconds_of, spread_of, synchronize
+from gauge import COST_UNIT, Reading, clean, read, relative_to, seconds_of, spread_of, synchronize
 from peers import COMPILED, EAGER, Absent, Method, peers
 from verdict import TARGETS, Row, Target, fastest_within, lines_of, rivals_of, table, verdict
 from workloads import CUDA, LLAMA_1B, WORKLOADS, Job, Workload, llama
@@ -82,8 +82,12 @@ class Lane:
     ours: bool
     why: str = ""
     reading: Reading | None = None
-    seconds: list[float] = field(default_factory=list)  # of the rounds
+    rounds: list[list[float]] = field(default_factory=list)  # seconds of steps
     facts: Result = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> list[float]:
+        return [seconds for found in self.rounds for seconds in found]
 
     def cost(self) -> float | None:
         if self.reading is None:
@@ -133,12 +137,16 @@ class Race:
         if lane.reading is not None and cost is not None and base is not None:
             share = lane.reading.peak_bytes / base.peak_bytes
             time_ratio = cost / base.cost if base.cost else None
+        relative = relative_to(self.lanes["plain"].rounds, lane.rounds) if "plain" in self.lanes else []
+        if relative and CUDA:
+            time_ratio = statistics.median(statistics.median(found) for found in relative)
         seconds = lane.seconds or ([lane.reading.cost] if CUDA and lane.reading is not None else [])
         return Row(
             lane.label, lane.group, lane.compiled, lane.ours, share, time_ratio,
             peak_bytes=None if lane.reading is None else lane.reading.peak_bytes,
             seconds=statistics.median(seconds) if seconds else None,
-            spread=spread_of(lane.seconds), runs=len(lane.seconds), why=lane.why, facts=dict(lane.facts),
+            spread=spread_of([ratio for found in relative for ratio in found] or lane.seconds),
+            runs=len(lane.seconds), why=lane.why, facts=dict(lane.facts),
         )  # fmt: skip
 
     def rows(self) -> list[Row]:
@@ -347,7 +355,7 @@ class Race:
         return not any((1 - NEAR) * peer.share <= share <= peer.share for share in near)
 
     def race(self) -> None:
-        """Every method in every round, in another order each time: a device that warms up slows all alike."""
+        """Every method in every round, in another order each time; compared within rounds."""
         order, raced = random.Random(0), [method for method in self.methods if not method.slow]
         steps = self.steps_per_round()
         for number in range(self.options.rounds):
@@ -357,9 +365,10 @@ class Race:
                 try:
                     with method.context():
                         self.job.step()
-                        lane.seconds += [seconds_of(self.job.step) for _ in range(steps)]
+                        lane.rounds.append([seconds_of(self.job.step) for _ in range(steps)])
                 except Exception as error:
                     lane.facts["failed_in_the_race"] = one_line(error)
+                    lane.rounds.append([])
                 lane.facts |= method.facts
                 if "failed_in_the_race" in lane.facts:
                     clean()

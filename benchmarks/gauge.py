@@ -24,6 +24,7 @@ __all__ = [
     "clean",
     "peak_of",
     "read",
+    "relative_to",
     "seconds_of",
     "spread_of",
     "synchronize",
@@ -117,6 +118,13 @@ def seconds_of(step: Step) -> float:
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end)) * 1e-3
+
+
+def relative_to(plain: Sequence[Sequence[float]], found: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Seconds of each round over the plain step's median in it: a device that warms up slows all of a round
+    alike. A round that one of them did not run is left out."""
+    pairs = [(round_of, base) for round_of, base in zip(found, plain, strict=False) if round_of and base]
+    return [[seconds / statistics.median(base) for seconds in round_of] for round_of, base in pairs]
 
 
 def spread_of(found: Sequence[float]) -> float | None:

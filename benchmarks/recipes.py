@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gauge import peak_of, seconds_of
+from gauge import peak_of, relative_to, seconds_of
 from peers import selective, switch
 from transformers import LlamaConfig, LlamaForCausalLM
 from workloads import CUDA, DEVICE, DTYPE, Job
@@ -74,9 +74,8 @@ def build(shape: Shape) -> tuple[LlamaForCausalLM, dict[str, torch.Tensor]]:
 def race(
     methods: dict[str, Callable[[], Any]], step: Callable[[], None], rounds: int, runs: int
 ) -> dict[str, Row]:
-    """Every method in every round, in another order each time. A device that warms up slows all of a round
-    alike, so methods are compared within rounds: `time` is the median over rounds of a method's median over
-    the plain step's."""
+    """Every method in every round, in another order each time, and compared within rounds: `time` is the
+    median over rounds of a method's median over the plain step's."""
     times: dict[str, list[list[float]]] = {label: [] for label in methods}
     peaks: dict[str, int] = {}
     order = random.Random(0)
@@ -88,11 +87,10 @@ def race(
                     step()
                     peaks[label] = peak_of(step)
                 times[label].append([seconds_of(step) for _ in range(runs)])
-    plain = [statistics.median(found) for found in times["plain"]]
 
     def row(label: str) -> Row:
         every = [seconds for found in times[label] for seconds in found]
-        ratios = [statistics.median(found) / base for found, base in zip(times[label], plain, strict=True)]
+        ratios = [statistics.median(found) for found in relative_to(times["plain"], times[label])]
         return {
             "seconds": statistics.median(every),
             "quartiles": statistics.quantiles(every, n=4),

@@ -44,7 +44,7 @@ class Row:
     time: float | None = None
     peak_bytes: int | None = None
     seconds: float | None = None
-    spread: float | None = None  # between the quartiles of `seconds`, relative
+    spread: float | None = None  # between the quartiles of single steps over the plain one of their round
     runs: int = 0
     why: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)

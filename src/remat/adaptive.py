@@ -7,7 +7,8 @@ step takes more than the budget because its size was new:
 - bytes between measured sizes are never estimated too low, and a plan for a larger size holds for a smaller;
 - a recipe at a size where it has not run yet is compared with what is really there before anything is let
   go. Where it does not fit, its region keeps everything and all later ones recompute as a whole: a plan with
-  recipes is used at such a size only if the budget holds that as well;
+  recipes is used at such a size only if the budget holds that as well. Where nothing but recipes is within
+  the budget there is no room to compare, and the spot check alone answers for them;
 - host memory for what a plan offloads is there before the step, or that size does without it (remat.sending);
 - a batch too large for any plan is refused before it runs. Inputs unlike all that were measured recompute
   everything; where they hold more elements, memory is taken to grow with the square of that.
@@ -343,6 +344,8 @@ class AdaptiveHandle(Handle):
         if recipes:
             ready, holds = self._prepare_recipes(place.size, shapes)
             if ready is not None and (holds or not self._has_whole_plan(place.size)):
+                if not (holds or self._check):
+                    self._refuse_unchecked(place.size)
                 return ready
         made = self._plan(place.size, False).plan
         tables = {
@@ -351,6 +354,25 @@ class AdaptiveHandle(Handle):
             if made.entry(index).mode is not Mode.KEEP
         }
         return _Ready(tables, made, chunked_head(made))
+
+    def _refuse_unchecked(self, size: int) -> None:
+        """Raise: at this size only recipes are within the budget, and nothing would answer for them."""
+        needed = self._least_whole_bytes(size)
+        raise BudgetError(
+            f"at size {size} only recipes fit the budget of {format_bytes(self._budget)}; they have not run "
+            "at this size, and there is neither room to compare them first nor a spot check (check=False): "
+            f"raise the budget by {format_bytes(needed - self._budget)}, or fit with check=True",
+            needed=needed,
+            hints=("fit with check=True",),
+        )
+
+    def _least_whole_bytes(self, size: int) -> int:
+        """The budget with which this size can recompute whole regions."""
+        try:
+            self._plan(size, False)
+        except BudgetError as error:
+            return error.needed
+        return self._budget
 
     def _refuse_beyond(self, shapes: Shapes) -> None:
         """Raise if inputs that are not on the chart may not fit even when everything is recomputed.
@@ -395,7 +417,8 @@ class AdaptiveHandle(Handle):
             load = self._load(planned.plan, size)
             if not self._has_room(load, planned.size, size):
                 return self._prepare_recipes(size, shapes)  # now without the host
-            ready = self._with_recipes(planned.plan, exact, size, load, fresh=not known)
+            fresh = not known and planned.may_fail  # comparing takes memory that must be there
+            ready = self._with_recipes(planned.plan, exact, size, load, fresh=fresh)
             return ready, known or planned.may_fail
         except MisfitError:
             return None, False

@@ -88,8 +88,6 @@ def profile(
             )  # fmt: skip
     if dtype is not None:
         raise InputError("dtype= belongs to an estimate (device=...); cast the model itself: model.to(dtype)")
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise InputError("pass the optimizer itself; a name or a function is for estimates (device=...)")
     if not isinstance(model, nn.Module):
         raise InputError(
             f"model is a {type(model).__name__}; pass an nn.Module (a function that makes one needs device=)"
@@ -276,13 +274,14 @@ def _request(
     batch: Any,
     loss: Loss | None,
     step: Step | None,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Any,
     accumulate: bool | int,
     allow: tuple[Action, ...] = _ACTIONS,
     compile: bool | str | None = None,
 ) -> Request:
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; pass an nn.Module")
+    _refuse_arguments(loss, step, optimizer, accumulate)
     model, quietly = ranks.unwrap(model)
     if batch is None and step is None:
         raise InputError(
@@ -314,6 +313,19 @@ def _request(
         compiler=_compiler(model, compile, device_of(model)),
         one_graph=whole,
     )
+
+
+def _refuse_arguments(loss: Any, step: Any, optimizer: Any, accumulate: Any) -> None:
+    for name, given in (("loss", loss), ("step", step)):
+        if given is not None and not callable(given):
+            raise InputError(f"{name}={given!r} is not callable")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(
+            f"optimizer={optimizer!r} is not a torch.optim.Optimizer; a name or a function is for estimates "
+            "(device=...)"
+        )
+    if not isinstance(accumulate, int) or accumulate < 0:
+        raise InputError(f"accumulate={accumulate!r}; say True, False, or the number of micro-steps")
 
 
 def _in_one_graph(compile: bool | str | None) -> bool:
@@ -417,7 +429,9 @@ def check_budget_arguments(budget: int | str | None, activations: float | None) 
         raise InputError(
             'give exactly one of budget= (bytes, "16GiB", "80%") and activations= (a share, like 0.4)'
         )
-    if activations is not None and not (isinstance(activations, (int, float)) and 0 < activations <= 1):
+    if activations is not None and (
+        isinstance(activations, bool) or not isinstance(activations, (int, float)) or not 0 < activations <= 1
+    ):
         raise InputError(f"activations={activations!r} must be a number above 0 and at most 1")
 
 

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -116,6 +117,14 @@ def chunked_head(plan: Plan) -> str | None:
     return profile.head.head if profile.chunked and profile.head is not None else None
 
 
+def _note_fallback(journal: weakref.ref[Journal], name: str, why: str, recipe_failed: bool) -> None:
+    """A region could not run as planned: what it takes then is not in the budget."""
+    found = journal()
+    if found is not None:
+        text = f"{name}: {why}. The budget may not hold; handle.status() names all regions (said once)"
+        found.note_once("fell back", why, text)
+
+
 class Handle:
     """A plan at work on a model. `remove` takes everything off again; as a context it does so at exit.
 
@@ -136,6 +145,9 @@ class Handle:
         self._journal = Journal()
         self._removed = False
         _AT_WORK[model] = weakref.ref(self)
+        if isinstance(installation, Installation):
+            for region in installation.regions:
+                region.on_fallback = partial(_note_fallback, weakref.ref(self._journal))
 
     @property
     def stats(self) -> Stats:

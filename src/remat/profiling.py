@@ -133,7 +133,13 @@ def build_profile(request: Request, progress: Progress) -> Profile:
             )
         release_cached(device)
         progress("measuring a step")
-        segments, seconds, eager = _fastest_step(request, blocks, found, kinds, device)
+        try:
+            segments, seconds, eager = _fastest_step(request, blocks, found, kinds, device)
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError(
+                f"{type(model).__name__}'s step does not fit beside what is in memory, though every region "
+                f"was recomputed as a whole: free memory, or give a smaller batch ({error})"
+            ) from error
         chunks = None
         if request.chunk:
             chunks = _chunked_step(request, blocks, found, kinds, seconds, device, progress)

@@ -1,13 +1,13 @@
 """What an optimizer will hold and what its step takes for a moment, before it has ever run.
 
-Asked of the optimizer itself: a twin with two small parameters of its own takes one step under the meter, and
-what it allocates per byte of parameter is scaled up to the real ones.
+Asked of the optimizer itself: twins with small parameters of their own take a step under the meter, and what
+they allocate per byte of parameter is scaled up to the real ones.
 """
 
 from __future__ import annotations
 
 import collections
-import copy
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,14 @@ import torch
 from torch import nn
 
 from remat.check.live import Meter, local_bytes, storages_of
+from remat.errors import InputError
 from remat.trees import tensors
 
 __all__ = ["OptimizerBytes", "optimizer_bytes"]
 
-_SIDE = 512  # the twin's parameters are 512 x 512
+_SIDE = 512  # a twin's parameters are 512 x 512
+_MOST_ELEMENTS = 2**18  # of one that stands for a parameter of another shape
+_MOST_SHAPES = 12  # that temporaries are looked at for: the largest parameters'
 
 
 @dataclass(frozen=True)
@@ -38,42 +41,104 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> O
     for group in optimizer.param_groups:
         trained = [p for p in group["params"] if p.requires_grad and p.device.type == device.type]
         for dtype in {p.dtype for p in trained}:
-            sizes = [local_bytes(p) for p in trained if p.dtype == dtype]
-            one, two = _probe(optimizer, group, dtype, device, 1), _probe(optimizer, group, dtype, device, 2)
-            each = _SIDE * _SIDE * dtype.itemsize
-            state += round(one[0] / each * sum(sizes))
-            # Twice as much for two parameters: all at once (foreach); the same: one after the other.
-            together = two[1] > 1.5 * one[1]
-            temporary = max(temporary, round(one[1] / each * (sum(sizes) if together else max(sizes))))
+            alike = [p for p in trained if p.dtype == dtype and p.numel()]
+            if alike:
+                state += _state_of(optimizer, group, alike, device)
+                temporary = max(temporary, _temporary_of(optimizer, group, alike, device))
     return OptimizerBytes(present, max(state, present), temporary)
 
 
+def _state_of(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], alike: list[nn.Parameter], device: torch.device
+) -> int:
+    """By shape: factored state (Adafactor's) is next to nothing for a matrix, and much for small kernels."""
+    shapes = list(dict.fromkeys(_small(p.shape) for p in alike))
+    made = [torch.zeros(shape, dtype=alike[0].dtype, device=device) for shape in shapes]
+    twin = _twin(optimizer, group, made)
+    _step(twin)
+    share: dict[tuple[int, ...], float] = {
+        shape: _bytes_on(device, twin.state[parameter]) / parameter.nbytes
+        for shape, parameter in zip(shapes, twin.param_groups[0]["params"], strict=True)
+    }
+    state: float = sum(share[_small(p.shape)] * local_bytes(p) for p in alike)
+    return math.ceil(state)
+
+
+def _small(shape: torch.Size) -> tuple[int, ...]:
+    """A shape like this one, its longest sides cut."""
+    sides = list(shape)
+    while math.prod(sides) > _MOST_ELEMENTS:
+        longest = sides.index(max(sides))
+        sides[longest] = -(-sides[longest] // 2)
+    return tuple(sides)
+
+
+def _temporary_of(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], alike: list[nn.Parameter], device: torch.device
+) -> int:
+    """What grows with the number of parameters is there for all of them at once (foreach); the rest for one
+    after the other, some of it still there when the next one's turn comes (a loop's variables)."""
+
+    def share(*shapes: tuple[int, ...]) -> float:
+        """Temporary bytes of a step of parameters of these shapes, per byte of one of them."""
+        made = [torch.zeros(shape, dtype=alike[0].dtype, device=device) for shape in shapes]
+        return _temporary(_twin(optimizer, group, made), device) / made[0].nbytes
+
+    square = (_SIDE, _SIDE)
+    one, two, four = (share(*[square] * count) for count in (1, 2, 4))
+    each = max((four - two) / 2, 0.0)
+    left_over = max(two - one - each, 0.0)
+    sizes = [local_bytes(p) for p in alike]
+    largest = {_small(p.shape): p for p in sorted(alike, key=local_bytes)}  # of each shape
+    shapes = sorted(largest, key=lambda shape: local_bytes(largest[shape]))[-_MOST_SHAPES:]
+    alone = {shape: max(share(shape) - each, 0.0) for shape in shapes}
+    in_turn = [
+        alone.get(_small(p.shape), max(one - each, 0.0)) * now + left_over * before
+        for p, before, now in zip(alike, [0, *sizes], sizes, strict=False)
+    ]
+    return round(each * sum(sizes) + max(in_turn))
+
+
 def _state_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
-    found = [tensor for state in optimizer.state.values() for tensor in tensors(state)]
-    pairs = (pair for tensor in found for pair in storages_of(tensor))
+    return sum(_bytes_on(device, state) for state in optimizer.state.values())
+
+
+def _bytes_on(device: torch.device, state: Any) -> int:
+    pairs = (pair for tensor in tensors(state) for pair in storages_of(tensor))
     return sum(storage.nbytes() for storage, place in pairs if place.type == device.type)
 
 
-def _probe(
-    optimizer: torch.optim.Optimizer,
-    group: dict[str, Any],
-    dtype: torch.dtype,
-    device: torch.device,
-    count: int,
-) -> tuple[int, int]:
-    """(state, temporary) bytes of one step of a twin that has `count` parameters."""
-    parameters = [nn.Parameter(torch.zeros(_SIDE, _SIDE, dtype=dtype, device=device)) for _ in range(count)]
+def _temporary(twin: torch.optim.Optimizer, device: torch.device) -> int:
+    """Bytes that a step takes for a moment."""
+    with Meter(device) as meter:
+        _step(twin)
+        start = meter.current_bytes()
+        meter.reset_peak()
+        _step(twin)
+        return meter.peak_bytes() - start
+
+
+def _twin(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], values: list[torch.Tensor]
+) -> torch.optim.Optimizer:
+    """The same with parameters of its own, which have gradients, and no state yet."""
+    parameters = [nn.Parameter(value) for value in values]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    twin = copy.copy(optimizer)
+    twin = type(optimizer).__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__)  # Optimizer's own copy leaves out what others add
     twin.state = collections.defaultdict(dict)
     twin.param_groups = [{**group, "params": parameters}]
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(twin, hooks, collections.OrderedDict())  # the user's hooks are not for a twin
-    with Meter(device) as meter:
+    return twin
+
+
+def _step(twin: torch.optim.Optimizer) -> None:
+    try:
         twin.step()
-        start = meter.current_bytes()
-        meter.reset_peak()
-        twin.step()
-        temporary = meter.peak_bytes() - start
-    return _state_bytes(twin, device), temporary
+    except TypeError as error:
+        raise InputError(
+            f"{type(twin).__name__}.step() cannot be tried by itself ({error}): what it holds is not known. "
+            "Leave optimizer= out, and leave room for it in the budget"
+        ) from error

@@ -79,6 +79,13 @@ class Journal:
         self.stats = Stats()
         self.on_event = on_event
         self._start = time.monotonic()
+        self._said: set[str] = set()
+
+    def note_once(self, kind: str, what: str, text: str) -> None:
+        """The first of this kind and of `what`; where regions are many, all say the same."""
+        if what not in self._said:
+            self._said.add(what)
+            self.note(kind, text)
 
     def note(self, kind: str, text: str) -> None:
         event = Event(kind, text, self.stats.steps, time.monotonic() - self._start)

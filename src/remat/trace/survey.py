@@ -43,6 +43,8 @@ Progress = Callable[[str], None]
 _SEEDS = 16  # tried for a run that calls every block
 _SEEDS_WITHOUT_CHANCE = 3  # runs that all leave out the same blocks: it is no chance
 
+_NO_ROOM = "there is no memory to capture it in"
+
 
 @dataclass
 class Species:
@@ -321,7 +323,7 @@ class _Captures:
         alike = [i for i, s in enumerate(self._found.species) if self._may_share(s, sighting, text)]
         if alike:
             seen = _graph_of(sighting, args, kwargs, hold=False)
-            same = (i for i in alike if isinstance(seen, str) or seen.graph == self._found.species[i].plain)
+            same = (i for i in alike if _is_same(seen, self._found.species[i]))
             index = ranks.agree(next(same, None))
             if index is not None:
                 return index
@@ -343,14 +345,22 @@ class _Captures:
         )
 
 
+def _is_same(seen: Capture | str, species: Species) -> bool:
+    """Whether a call is of a species with the same signature. One that cannot be captured is; one for which
+    there was no memory only of a species that has no recipes either."""
+    if isinstance(seen, str):
+        return species.graph is None or not seen.startswith(_NO_ROOM)
+    return seen.graph == species.plain
+
+
 def _graph_of(sighting: Sighting, args: Any, kwargs: Any, **options: Any) -> Capture | str:
     """The capture, or why there is none."""
     try:
         return capture(sighting.forward, args, kwargs, sighting.module, **options)
     except CaptureError as error:
         return str(error)
-    except torch.OutOfMemoryError:
-        raise
+    except torch.OutOfMemoryError as error:
+        return f"{_NO_ROOM} ({str(error)[:100]})"
     except Exception as error:  # a region that cannot run under the recorder still runs
         return f"it cannot be captured ({type(error).__name__}: {str(error)[:200]})"
 
@@ -358,8 +368,16 @@ def _graph_of(sighting: Sighting, args: Any, kwargs: Any, **options: Any) -> Cap
 def _describe(
     sighting: Sighting, text: str, args: Any, kwargs: Any, like: RegionGraph | None = None
 ) -> Species:
-    """Capture twice on different data, check every operation by replaying it, time it."""
-    species = Species(text, sighting)
+    """Capture twice on different data, check every operation by replaying it, time it. All of that holds more
+    than the region's own step does: without room for it there are no recipes."""
+    try:
+        return _captured(Species(text, sighting), args, kwargs, like)
+    except torch.OutOfMemoryError as error:
+        return Species(text, sighting, note=f"{_NO_ROOM} ({str(error)[:100]})")
+
+
+def _captured(species: Species, args: Any, kwargs: Any, like: RegionGraph | None) -> Species:
+    sighting = species.example
     first = _graph_of(sighting, args, kwargs)
     if isinstance(first, str):
         species.note = first

@@ -1,0 +1,186 @@
+"""Budgets with no room to spare: the memory that planning itself takes, sizes that are new, plans that do not
+run as planned."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import remat
+from remat import menus
+from remat.check.live import LiveBytes
+from remat.records import Mode
+from remat.trace import survey
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.after = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        q, k, v = self.qkv(self.norm(x)).view(rows, length, 3, 4, width // 4).permute(2, 0, 3, 1, 4)
+        read = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        x = x + self.out(read.reshape(rows, length, width))
+        return x + self.down(F.gelu(self.up(self.after(x))))
+
+
+class Gpt(nn.Module):
+    def __init__(self, layers: int = 6, width: int = 64, vocabulary: int = 128) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+def tokens(rows: int, length: int) -> dict[str, Tensor]:
+    return {"ids": torch.randint(0, 128, (rows, length), generator=torch.Generator().manual_seed(length))}
+
+
+def gradients(model: nn.Module, batch: dict[str, Tensor]) -> list[Tensor]:
+    model.zero_grad(set_to_none=True)
+    model(**batch).backward()
+    found = [p.grad for p in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def peak_of(model: nn.Module, batch: dict[str, Tensor], limit_bytes: int | None = None) -> int:
+    model.zero_grad(set_to_none=True)
+    with LiveBytes(limit_bytes=limit_bytes) as live:
+        live.watch([*model.parameters(), *batch.values()])
+        live.reset_peak()
+        model(**batch).backward()
+        return live.peak_bytes
+
+
+@pytest.mark.parametrize("share", [0.36, 0.30])
+def test_a_cap_that_leaves_no_room_to_capture_in(share: float) -> None:
+    """Capturing a region holds all that it computes; the device has less than that to spare."""
+    batch, model = tokens(8, 128), Gpt()
+    expected = gradients(model, batch)
+    cap = int(share * peak_of(model, batch))
+    model.zero_grad(set_to_none=True)
+    with LiveBytes(limit_bytes=cap) as live:
+        live.watch([*model.parameters(), *batch.values()])
+        handle = remat.fit(model, batch, cap)
+        for _ in range(2):
+            model.zero_grad(set_to_none=True)
+            model(**batch).backward()
+    assert live.peak_bytes <= cap
+    found = [p.grad for p in model.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert any(
+        "no memory to" in note
+        for note in (*handle.plan.profile.notes, *(k.note for k in handle.plan.profile.kinds))
+    )
+
+
+def test_a_region_that_cannot_be_captured_for_want_of_memory_recomputes_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def capture(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("tried to allocate 3 bytes")
+
+    monkeypatch.setattr(survey, "capture", capture)
+    batch, model = tokens(4, 64), Gpt(3)
+    profile = remat.profile(model, batch)
+    assert {entry.mode for entry in profile.kinds[0].menu} == {Mode.KEEP, Mode.FULL}
+    assert any("no memory to capture it in (tried to allocate 3 bytes)" in note for note in profile.notes)
+
+
+def test_a_recipe_that_cannot_be_measured_for_want_of_memory_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench, asked = menus._bench_fused, []
+
+    def one_in_two(species: Any, recipe: Any, *others: Any) -> Any:
+        asked.append(recipe)
+        if len(asked) % 2:
+            raise torch.OutOfMemoryError("no room")
+        return bench(species, recipe, *others)
+
+    monkeypatch.setattr(menus, "_bench_fused", one_in_two)
+    profile = remat.profile(Gpt(3), tokens(4, 64))
+    found = [entry.recipe for entry in profile.kinds[0].menu if entry.recipe is not None]
+    assert [recipe.kept for recipe in found] == [recipe.kept for recipe in asked[1::2]]
+    assert "no memory to measure some recipes" in profile.kinds[0].note
+
+
+def needed_for(model: nn.Module, batch: dict[str, Tensor], **options: Any) -> int:
+    with pytest.raises(remat.BudgetError) as caught:
+        remat.fit(model, batch, 1000, adaptive=True, **options)
+    return caught.value.needed
+
+
+@pytest.mark.parametrize("layers", [2, 3])
+def test_a_new_size_at_the_least_budget_there_is(layers: int) -> None:
+    """There is no room to compare recipes with what they replace; the first time is within it, too."""
+    model, longest, shorter = Gpt(layers), tokens(4, 256), tokens(4, 255)
+    expected = gradients(model, shorter)
+    budget = needed_for(model, longest)
+    with remat.fit(model, longest, budget, adaptive=True) as handle:
+        assert [peak_of(model, shorter, limit_bytes=budget) <= budget for _ in range(2)] == [True, True]
+        assert handle.stats.fell_back == 0
+        found = gradients(model, shorter)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_without_a_spot_check_such_a_size_is_refused() -> None:
+    model, longest, shorter = Gpt(3), tokens(4, 256), tokens(4, 255)
+    budget = needed_for(model, longest, check=False)
+    with remat.fit(model, longest, budget, adaptive=True, check=False):
+        with pytest.raises(
+            remat.BudgetError, match="neither room to compare them first nor a spot check"
+        ) as caught:
+            model(**shorter)
+        model(**longest).backward()
+    model.zero_grad(set_to_none=True)
+    with remat.fit(model, longest, max(caught.value.needed, budget), adaptive=True, check=False):
+        model(**shorter).backward()
+
+
+def test_a_plan_that_does_not_run_as_planned_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    model, events = Gpt(3), []
+    with (
+        caplog.at_level(logging.WARNING, "remat"),
+        remat.fit(model, tokens(4, 64), activations=0.5, on_event=events.append) as handle,
+    ):
+        model(**tokens(4, 64)).backward()
+        assert not events
+        for _ in range(2):
+            model(**tokens(4, 96)).backward()
+        assert [event.kind for event in events] == ["fell back"]
+        assert handle.stats.fell_back == 1
+    assert "an input signature that was not planned. The budget may not hold" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"activations": True}, "activations=True"),
+        ({"budget": "1GiB", "accumulate": -2}, "accumulate=-2"),
+        ({"budget": "1GiB", "accumulate": "yes"}, "accumulate='yes'"),
+        ({"budget": "1GiB", "optimizer": "adamw"}, "is not a torch.optim.Optimizer"),
+        ({"budget": "1GiB", "loss": 3}, "loss=3 is not callable"),
+        ({"budget": "1GiB", "step": 3}, "step=3 is not callable"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_is_done(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(remat.InputError, match=message):
+        remat.fit(Gpt(2), tokens(2, 16), **options)

@@ -66,6 +66,59 @@ def test_in_jit_trace() -> None:
     assert not private.in_jit_trace()
 
 
+def test_any_autocast_enabled() -> None:
+    assert not private.any_autocast_enabled()
+    for device in ("cpu", "cuda"):
+        before = torch.is_autocast_enabled(device)
+        torch.set_autocast_enabled(device, True)
+        try:
+            assert private.any_autocast_enabled()
+        finally:
+            torch.set_autocast_enabled(device, before)
+    assert not private.any_autocast_enabled()
+
+
+def test_direct_bindings_run_the_operator() -> None:
+    x = torch.randn(2, 3, 5, 8)
+    calls: dict[str, tuple[Any, dict[str, Any]]] = {
+        "silu": ((x,), {}),
+        "gelu": ((x,), {"approximate": "tanh"}),
+        "_scaled_dot_product_flash_attention_for_cpu": ((x, x, x, 0.0, True), {"scale": 0.25}),
+    }
+    for packet, (args, kwargs) in calls.items():
+        direct = private.direct_binding(f"aten.{packet}.default")
+        assert direct is not None
+        with SeesOperators() as seen:
+            found = direct(*args, **kwargs)
+        assert seen.names == [f"aten.{packet}.default"]
+        expected = getattr(torch.ops.aten, packet).default(*args, **kwargs)
+        pairs = zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]
+        assert all(torch.equal(a, b) for a, b in pairs)
+    assert private.direct_binding("aten._scaled_dot_product_efficient_attention.default") is not None
+    assert private.direct_binding("aten.gelu_backward.default") is None
+    assert private.direct_binding("aten._scaled_dot_product_abacus.default") is None
+
+
+class SeesOperators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_empty_on_current() -> None:
+    empty = private.empty_on_current("cpu")
+    assert empty is not None
+    made = empty((2, 3, 4), (12, 1, 3), torch.bfloat16)
+    assert (made.shape, made.stride(), made.dtype) == ((2, 3, 4), (12, 1, 3), torch.bfloat16)
+    assert made.device.type == "cpu"
+    assert not made.requires_grad
+    assert private.empty_on_current("abacus") is None
+
+
 def test_in_functorch() -> None:
     seen = []
     torch.func.grad(lambda x: (seen.append(private.in_functorch()), x.sum())[1])(torch.ones(2))

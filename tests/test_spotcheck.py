@@ -38,7 +38,7 @@ from planning import (
 from remat.errors import RecomputeError
 from remat.planner.schedule import make_plan
 from remat.records import Mode, RegionGraph
-from remat.run import samples
+from remat.run import samples, spotcheck
 from remat.run.recipe import compile_recipe
 from remat.run.region import PlannedRegion, Variant
 from remat.run.samples import PHASES, SAMPLES, Layout, Probes, probes
@@ -551,6 +551,21 @@ def test_small_tensors_wait_for_each_other_and_large_ones_do_not(monkeypatch: py
     taken.see(7, held)
     del held
     assert (launched, memory()) == ([(1, 0, 7)], None)
+
+
+@pytest.mark.parametrize("wrong", [None, (0, 1), (1, 2), (2, 0)])
+def test_whole_and_partial_samples_are_compared_together(
+    wrong: tuple[int, int] | None, way: Callable[..., Probes]
+) -> None:
+    """Of the third check not all tensors were rebuilt: only a part of its graph ran."""
+    tensors = [torch.arange(40.0 + n) for n in range(4)]
+    where = way({place: layout_of(tensor) for place, tensor in enumerate(tensors)}, CPU)
+    checks = [SpotCheck(tensors, where, str, phase=phase) for phase in range(3)]
+    for number, check in enumerate(checks):
+        for place, tensor in enumerate(tensors[:2] if number == 2 else tensors):
+            check.see(place, tensor + 1 if (number, place) == wrong else tensor)
+    assert [check.is_complete() for check in checks] == [True, True, False]
+    assert spotcheck._differ(checks) == (wrong is not None)
 
 
 def test_a_tensor_that_is_rebuilt_with_other_strides(way: Callable[..., Probes]) -> None:

@@ -54,7 +54,10 @@ class Layout:
 class Samples(Protocol):
     """Those of one forward: what was expected is there, what is found comes in backward."""
 
-    def see(self, place: int, tensor: torch.Tensor) -> None: ...
+    def see(self, place: int, tensor: torch.Tensor) -> bool:
+        """Whether samples were taken now: small tensors may wait for each other."""
+        ...
+
     def is_complete(self) -> bool: ...
     def places(self) -> list[int]:
         """Those that were seen."""
@@ -64,8 +67,12 @@ class Samples(Protocol):
         """Expected and found, as numbers."""
         ...
 
+    def stacked(self) -> torch.Tensor | None:
+        """What was expected and what was found in one tensor, its first dimension 2; None: not to be had."""
+        ...
+
     def pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """All that was seen, in as few tensors as possible."""
+        """Expected and found of all that were seen."""
         ...
 
     def forget(self) -> None:
@@ -125,8 +132,9 @@ class _TakenSamples:
         self._indices, self._expected = indices, expected
         self._found: dict[int, torch.Tensor] = {}
 
-    def see(self, place: int, tensor: torch.Tensor) -> None:
+    def see(self, place: int, tensor: torch.Tensor) -> bool:
         self._found[place] = _take(tensor, self._indices[place])
+        return True
 
     def is_complete(self) -> bool:
         return len(self._found) == len(self._expected)
@@ -136,6 +144,9 @@ class _TakenSamples:
 
     def pair(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._expected[place], self._found[place]
+
+    def stacked(self) -> None:
+        return None
 
     def pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         return map(self.pair, self._found)
@@ -226,16 +237,20 @@ class _Gathered:
         self.sizes = torch.tensor(sizes, dtype=torch.int32, device=device)
         bytes_per_phase = self.table.stride(0) * self.table.element_size()
         self._tables = [self.table.data_ptr() + phase * bytes_per_phase for phase in range(PHASES)]
+        self._sizes_at = self.sizes.data_ptr()
+        self._shape = (2, len(self.places), SAMPLES, _WIDEST)
+        self.rows = list(range(len(self.places)))
+        self.found_after = len(self.places) * SAMPLES * _WIDEST  # bytes, of what was expected
 
     def expect(self, tensors: Sequence[torch.Tensor], phase: int) -> _GatheredSamples:
-        expected, found = torch.empty(
-            (2, len(self.places), SAMPLES, _WIDEST), dtype=torch.uint8, device=self.device
-        ).unbind()
-        samples = _GatheredSamples(self, self._tables[phase % PHASES], expected, found)
-        for first in range(0, len(self.places), _AT_ONCE):
-            looked_at = [self.ready(p, tensors[p]) for p in self.places[first : first + _AT_ONCE]]
-            self.take(samples.table, expected, first, looked_at, current_stream_handle(self.device))
-        return samples
+        stack = torch.empty(self._shape, dtype=torch.uint8, device=self.device)
+        stream, out = current_stream_handle(self.device), stack.data_ptr()
+        table = self._tables[phase % PHASES]
+        ready = self.ready
+        looked_at = [ready(place, tensors[place]) for place in self.places]
+        for first in range(0, len(looked_at), _AT_ONCE):
+            self.take(table, out, first, looked_at[first : first + _AT_ONCE], stream)
+        return _GatheredSamples(self, table, stack, out + self.found_after)
 
     def ready(self, place: int, tensor: torch.Tensor) -> torch.Tensor:
         """The same numbers where the kernel looks for them: on the device (an index that was made without
@@ -246,18 +261,18 @@ class _Gathered:
         fresh = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=self.device)
         return fresh.copy_(tensor)
 
-    def take(
-        self, table: int, out: torch.Tensor, first: int, tensors: list[torch.Tensor], stream: int
-    ) -> None:
-        """The samples of tensors that are `ready`, for the rows from `first` on."""
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        padding = [0] * (_AT_ONCE - len(addresses))
-        arguments = (out.data_ptr(), table, self.sizes.data_ptr(), first, *addresses, *padding)
+    def take(self, table: int, out: int, first: int, tensors: list[torch.Tensor], stream: int) -> None:
+        """The samples of tensors that are `ready`, for the rows from `first` on, into memory at `out`."""
+        count = len(tensors)
+        addresses = [tensor.data_ptr() for tensor in tensors] + _PADDING[count]
         if current_device_index() == self.device.index:
-            self.launch(len(addresses), stream, *arguments)
+            self.launch(count, stream, out, table, self._sizes_at, first, *addresses)
             return
         with torch.cuda.device(self.device):
-            self.launch(len(addresses), stream, *arguments)
+            self.launch(count, stream, out, table, self._sizes_at, first, *addresses)
+
+
+_PADDING = [[0] * (_AT_ONCE - count) for count in range(_AT_ONCE + 1)]
 
 
 def _byte_offsets(layout: Layout) -> list[list[int]]:
@@ -269,36 +284,44 @@ def _byte_offsets(layout: Layout) -> list[list[int]]:
 
 
 class _GatheredSamples:
-    __slots__ = ("_expected", "_found", "_probes", "_seen", "_stream", "_waiting", "table")
+    __slots__ = ("_found", "_probes", "_seen", "_stack", "_stream", "_table", "_waiting")
 
-    def __init__(self, probes: _Gathered, table: int, expected: torch.Tensor, found: torch.Tensor) -> None:
-        self._probes, self.table = probes, table
-        self._expected, self._found = expected, found
-        self._seen: set[int] = set()
+    def __init__(self, probes: _Gathered, table: int, stack: torch.Tensor, found: int) -> None:
+        self._probes, self._table = probes, table
+        self._stack, self._found = stack, found  # both; where in it what is found begins
+        self._seen: set[int] = set()  # rows
         self._waiting: dict[int, torch.Tensor] = {}  # by row: seen, but not looked at yet
         self._stream = 0  # on which those that wait were made
 
-    def see(self, place: int, tensor: torch.Tensor) -> None:
+    def see(self, place: int, tensor: torch.Tensor) -> bool:
         probes = self._probes
         stream = current_stream_handle(probes.device)
         if stream != self._stream:
             self._look()
             self._stream = stream
-        self._waiting[probes.row[place]] = probes.ready(place, tensor)
-        self._seen.add(place)
-        if not probes.small or len(self._seen) == len(probes.places):
-            self._look()
+        row = probes.row[place]
+        self._waiting[row] = probes.ready(place, tensor)
+        self._seen.add(row)
+        if probes.small and len(self._seen) < len(probes.places):
+            return False
+        self._look()
+        return True
 
     def _look(self) -> None:
         """Take the samples of those that wait, rows in a row at a time."""
-        rows = sorted(self._waiting)
+        waiting = self._waiting
+        rows = list(waiting)
+        if rows == self._probes.rows and len(rows) <= _AT_ONCE:  # all of them, as backward asks
+            self._probes.take(self._table, self._found, 0, list(waiting.values()), self._stream)
+            rows = []
+        rows.sort()
         while rows:
             first = rows[0]
             together = [row for number, row in enumerate(rows[:_AT_ONCE]) if row == first + number]
-            tensors = [self._waiting[row] for row in together]
-            self._probes.take(self.table, self._found, first, tensors, self._stream)
+            tensors = [waiting[row] for row in together]
+            self._probes.take(self._table, self._found, first, tensors, self._stream)
             del rows[: len(together)]
-        self._waiting.clear()
+        waiting.clear()
 
     def _look_late(self) -> None:
         """Some were not rebuilt: only a part of the graph ran. Who compares may be on another stream."""
@@ -311,23 +334,22 @@ class _GatheredSamples:
         return len(self._seen) == len(self._probes.places)
 
     def places(self) -> list[int]:
-        return list(self._seen)
+        return [place for place in self._probes.places if self._probes.row[place] in self._seen]
 
     def pair(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
         self._look_late()
         row, dtype = self._probes.row[place], self._probes.layouts[place].dtype
-        taken = (samples[row, :, : dtype.itemsize].contiguous() for samples in (self._expected, self._found))
-        expected, found = (each.view(dtype).flatten() for each in taken)
+        taken = self._stack[:, row, :, : dtype.itemsize].contiguous()
+        expected, found = taken.view(dtype).flatten(1).unbind()
         return expected, found
+
+    def stacked(self) -> torch.Tensor | None:
+        return self._stack if self.is_complete() else None
 
     def pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         self._look_late()
-        if self.is_complete():
-            yield self._expected, self._found
-            return
-        for place in self._seen:
-            row = self._probes.row[place]
-            yield self._expected[row : row + 1], self._found[row : row + 1]
+        for row in self._seen:
+            yield self._stack[0, row], self._stack[1, row]
 
     def forget(self) -> None:
         self._seen.clear()

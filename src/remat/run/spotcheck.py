@@ -71,17 +71,24 @@ class SpotCheck:
             self.forget()
             self._backward = backward
             self._running = _expect(self, backward)
-        self._samples.see(place, tensor)
+        taken = self._samples.see(place, tensor)
         if place in self._sums:
             self._found[place] = _checksum(tensor)
             if tensor.is_floating_point():  # the bits of a NaN are the device's own
                 self._nan[place] = tensor.sum(dtype=torch.float32 if tensor.element_size() < 4 else None)
-        if tensor.is_cuda and self._running is not None:
+            taken = True
+        if taken and self._running is not None and tensor.is_cuda:
             self._running.has_seen(self, tensor.device)
 
+    def stacked(self) -> torch.Tensor | None:
+        """All samples, expected and found, in one tensor; None: they come in `pairs`."""
+        return self._samples.stacked()
+
     def pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(expected, found) of the tensors that were replayed; of some their checksums, too."""
-        yield from self._samples.pairs()
+        """(expected, found) of the tensors that were replayed, unless they are stacked; of some their
+        checksums, too."""
+        if self._samples.stacked() is None:
+            yield from self._samples.pairs()
         for place, found in self._found.items():
             yield self._sums[place], found
 
@@ -168,11 +175,14 @@ _checks_before = 0  # in the pass that ended last
 
 def _expect(check: SpotCheck, backward: int) -> _Pass | None:
     """Have this check read when the running backward pass ends."""
-    with _lock:
-        first = backward not in _running
-        running = _running.setdefault(backward, _Pass())
-        while len(_running) > _BACKWARDS_REMEMBERED:
-            _running.popitem(last=False)
+    first = False
+    running = _running.get(backward)
+    if running is None:
+        with _lock:
+            first = backward not in _running
+            running = _running.setdefault(backward, _Pass())
+            while len(_running) > _BACKWARDS_REMEMBERED:
+                _running.popitem(last=False)
     running.checks.append(check)
     if first and not at_end_of_backward(functools.partial(_read, backward)):
         _running.pop(backward, None)  # unpacked by hand, outside of any backward: nobody will read it
@@ -228,10 +238,16 @@ def _beside(running: _Pass) -> Iterator[None]:
 
 def _differ(checks: list[SpotCheck]) -> bool:
     """Whether any sample or checksum differs in any bit. All NaNs count as one only in `describe`."""
+    stacks: dict[Any, list[torch.Tensor]] = {}
     groups: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for check in checks:
+        stack = check.stacked()
+        if stack is not None:
+            stacks.setdefault(stack.device, []).append(stack)
         for expected, found in check.pairs():
             ours, theirs = groups.setdefault((found.device, found.dtype, found.dim()), ([], []))
             ours.append(expected)
             theirs.append(found)
+    if not all(torch.equal(*torch.cat(each, 1).unbind()) for each in stacks.values()):
+        return True
     return not all(torch.equal(bits(torch.cat(a)), bits(torch.cat(b))) for a, b in groups.values())

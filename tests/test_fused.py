@@ -6,6 +6,8 @@ On CUDA the kernels themselves are compared with torch's, bit for bit.
 from __future__ import annotations
 
 import copy
+import ctypes
+import itertools
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -174,6 +176,76 @@ def test_strides_and_broadcasts(order: tuple[int, int, int], stand_in: dict[str,
     result = fused.kernel(tree, made, CPU)(a, column, row, sliced)
     assert torch.equal(result, expected)
     assert result.stride() == expected.stride()
+
+
+def test_a_kernel_gives_the_view_that_is_wanted(stand_in: dict[str, _Launcher]) -> None:
+    """The same memory in the same order, under another shape; anything else is left to as_strided."""
+    x = torch.randn(2, 3, 8)
+    made = value((2, 3, 8))
+    tree = fused.Node("{0} * {0}", (leaf(0, x),), "float32", "float32")
+    for view in (value((6, 8)), value((2, 8, 3), stride=(24, 1, 8)), value((48,))):
+        assert fused.is_given(view, made)
+        result = fused.kernel(tree, made, CPU, given=view)(x)
+        assert (result.shape, result.stride()) == (view.shape, view.stride)
+        assert torch.equal(result, (x * x).as_strided(view.shape, view.stride))
+    assert len(stand_in) == 1, "one code for all"
+    others = [
+        value((3, 8)), value((6, 8), stride=(16, 1)), value((6, 8), "int32"),
+        replace(value((6, 8)), offset=1), replace(value((6, 8)), epoch=1),
+    ]  # fmt: skip
+    assert not any(fused.is_given(view, made) for view in others)
+
+
+def test_kernels_of_a_recipe_give_what_its_linears_saved(stand_in: dict[str, _Launcher]) -> None:
+    """Rows of a matrix, from operations on a batch of sequences."""
+    case = ZOO["llama"]()
+    case.model.to(torch.bfloat16)
+    (species,) = survey_of(case.model, case.run).species
+    assert species.graph is not None
+    text = compile_recipe(species.graph, replace(recipe_at(species.graph, LEAST), fused=True), CPU).text
+    lines = text.splitlines()
+    kernels = {line.split()[1].split("(")[0] for line in lines if line.startswith("def g")} & {
+        before.split()[1].split("(")[0]
+        for before, line in itertools.pairwise(lines)
+        if line.startswith("    r = k")
+    }
+    assert kernels, "not in the memo"
+    assert not [line for line in lines if any(f"{name}(s, m).as_strided" in line for name in kernels)]
+
+
+def test_a_direct_launch_takes_addresses_and_leaves_the_unusual_to_triton(
+    stand_in: dict[str, _Launcher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = torch.randn(3, 700), torch.randn(3, 700)
+    made = value((3, 700))
+    tree = fused.Node("{0} + {1}", (leaf(0, a), leaf(1, b)), "float32", "float32")
+    kernel = fused.kernel(tree, made, CPU)
+    launched: list[tuple[int, ...]] = []
+
+    def launch(programs: int, stream: int, out: int, count: int, *addresses: int) -> None:
+        launched.append((programs, stream, count, *addresses))
+        memory = [(ctypes.c_float * count).from_address(at) for at in (out, *addresses)]
+        memory[0][:] = (torch.tensor(memory[1][:]) + torch.tensor(memory[2][:])).tolist()
+
+    device: list[Any] = [CPU.index]
+    monkeypatch.setattr(fused, "current_device_index", lambda: device[0])
+    monkeypatch.setattr(fused, "current_stream_handle", lambda _: 9)
+    kernel._launch = launch
+    assert torch.equal(kernel(a, b), a + b)
+    assert launched == [(3, 9, 2100, a.data_ptr(), b.data_ptr())]
+    (stand,) = stand_in.values()
+    assert stand.launches == 0
+    odd = torch.randn(2101)[1:].view(3, 700)
+    assert odd.data_ptr() % 16
+    assert torch.equal(kernel(a, odd), a + odd)
+    assert torch.equal(kernel(odd, b), odd + b)
+    device[0] = 1
+    assert torch.equal(kernel(a, b), a + b)
+    device[0] = CPU.index
+    kernel._empty = None
+    assert torch.equal(kernel(a, b), a + b)
+    assert len(launched) == 1
+    assert stand.launches == 4 * 3
 
 
 def test_every_operation_rounds(stand_in: dict[str, _Launcher]) -> None:

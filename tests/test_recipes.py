@@ -9,6 +9,7 @@ import io
 import pickle
 import threading
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,8 @@ from models import ZOO, Case, MlpBlock, squared
 from planning import LEAST, Planned, assert_equal, bits_of, fallbacks, on, regions_at, survey_of, train
 from remat.errors import RecomputeError
 from remat.records import Mode
-from remat.run.holders import Frame, Holder
+from remat.run.holders import Frame
+from remat.run.program import Program
 
 
 class Block(nn.Module):
@@ -647,7 +649,7 @@ def test_a_kept_tensor_is_still_watched_after_a_fallback(case: Case) -> None:
     planned = planned_for(case)
     with on(case.model, planned):
         for region in planned.regions:
-            region._shadow = lambda holders: "made to fall back"  # type: ignore[method-assign]
+            region._shadow = lambda program, rows, dropped: "made to fall back"  # type: ignore[method-assign]
         kept: list[Tensor] = []
         case.model[1].up.register_forward_hook(lambda m, i, o: kept.append(o))
         loss = case.run()
@@ -656,6 +658,79 @@ def test_a_kept_tensor_is_still_watched_after_a_fallback(case: Case) -> None:
             kept[0].mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+
+
+def test_hooks_that_break_off_keep_every_tensor(case: Case) -> None:
+    """Those that were put in already give back what they replaced."""
+    plain = copy.deepcopy(case.model)
+    planned = planned_for(case, shadow=False)
+    for region in planned.regions:
+        (key,) = region.variants
+        program = region.variants[key].program
+        assert program is not None
+        assert len(program.slots) > 2
+
+        def hook(nodes: Any, rows: Any, pack: Any, program: Program = program) -> None:
+            program.hook(nodes, rows[:2], pack)  # the third is missing
+
+        region.variants[key] = replace(region.variants[key], program=replace(program, hook=hook))
+    with on(case.model, planned):
+        case.run().backward()
+        assert all("cannot be replaced (IndexError" in why for why in fallbacks(planned).values())
+        assert not sum(region.counts.rebuilt for region in planned.regions)
+    case.run(plain).backward()
+    assert_equal(gradients(plain), gradients(case.model))
+
+
+class ReadThrice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.sin()
+        return sum((linear(y) for linear in self.linears), x)
+
+
+def test_the_view_that_all_readers_want_is_made_once() -> None:
+    x = torch.randn(3, 5, 8, requires_grad=True)
+    case = Case(nn.Sequential(ReadThrice(), ReadThrice()), x, squared)
+    plain = train(copy.deepcopy(case.model), case.run)
+    planned = planned_for(case)
+    for region in planned.regions:
+        for variant in region.variants.values():
+            assert variant.program is not None
+            made = [
+                line for line in variant.program.text.splitlines() if "as_strided((15, 8), (8, 1))" in line
+            ]
+            assert len(variant.program.slots) >= 3
+            assert len(made) == 1, made
+    with on(case.model, planned):
+        assert_equal(plain, train(case.model, case.run))
+    assert not fallbacks(planned)
+
+
+def test_only_what_a_recipe_reads_of_a_submodule_is_noted() -> None:
+    """What goes into Llama's second norm is saved by nobody: it saves a copy in single precision."""
+    case = ZOO["llama"]()
+    case.model.to(torch.bfloat16)
+    plain = train(copy.deepcopy(case.model), case.run)
+    found = survey_of(case.model, case.run)
+    for level in (0.8, 0.7, 0.6, 0.5, 0.4):
+        planned = regions_at(found, level)
+        programs = [v.program for r in planned.regions for v in r.variants.values() if v.program]
+        if {("post_attention_layernorm", "module_input")} in [program.passed for program in programs]:
+            break
+    else:
+        pytest.fail("no recipe reads it")
+    norms = [m for name, m in case.model.named_modules() if name.endswith("post_attention_layernorm")]
+    with on(case.model, planned):
+        hooks = {(len(norm._forward_hooks), len(norm._forward_pre_hooks)) for norm in norms}
+        assert hooks <= {(0, 1), (0, 0)}
+        assert (0, 1) in hooks
+        assert_equal(plain, train(case.model, case.run))
+    assert not fallbacks(planned)
+    assert not any(norm._forward_pre_hooks for norm in norms)
 
 
 class ReturnsWhatItReads(nn.Module):
@@ -802,7 +877,7 @@ def test_what_is_dropped_is_gone_before_backward(case: Case) -> None:
 
 
 def alive() -> list[Any]:
-    return [thing for thing in gc.get_objects() if type(thing) in (Frame, Holder)]
+    return [thing for thing in gc.get_objects() if type(thing) is Frame]
 
 
 @pytest.mark.parametrize("name", ["mlp", "resnet", "writes_input", "tied"])

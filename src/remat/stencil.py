@@ -27,7 +27,7 @@ __all__ = ["Stencil", "stencil"]
 _NUMBER = re.compile(r"(?<![\w.])\d+(?![\w.])")  # a whole number, not part of a name or of a fraction
 _PLACES = "K"
 _SAME = (
-    "parameters", "modules", "kept", "memo_size", "replayed_ops", "moved_taps", "send_order", "recipe",
+    "parameters", "passed", "kept", "memo_size", "replayed_ops", "moved_taps", "send_order", "recipe",
     "device",
 )  # fmt: skip
 
@@ -42,18 +42,15 @@ class Stencil:
     slots: Callable[[int], tuple[_Shape, ...]]
     moved: Callable[[int], tuple[_Shape, ...]]
     graph: Callable[[int], RegionGraph]
-    needs_values: bool  # the code reads the shapes of values that it writes to
     like: Program  # at one size: everything that is the same at all
 
     def at(self, size: int) -> Program:
         """Raises MisfitError if a number is not whole at this size."""
         names = dict(self.like.find.__globals__)
         names[_PLACES] = [number(size) for number in self.numbers]
-        if self.needs_values:
-            names["values"] = self.graph(size).values
         exec(self.code, names)
         slots = tuple(
-            replace(slot, shape=shape, stride=stride, label=label, rebuild=names[f"u{place}"])
+            replace(slot, shape=shape, stride=stride, label=label, rebuild=names[f"r{place}"])
             for place, (slot, (shape, stride, label)) in enumerate(
                 zip(self.like.slots, self.slots(size), strict=True)
             )
@@ -104,7 +101,6 @@ def stencil(
         slots=template(sizes, [tuple((s.shape, s.stride, s.label) for s in p.slots) for p in programs]),
         moved=template(sizes, [tuple((m.shape, m.stride, m.label) for m in p.moved) for p in programs]),
         graph=graph,
-        needs_values="values[" in text,
         like=programs[-1],
     )
 

@@ -75,7 +75,10 @@ def describe_call(
         _note(arg, parts, found)
     for name, arg in kwargs.items():
         parts.append(name)
-        _note(arg, parts, found)
+        if arg is None:  # most often
+            parts.append(None)
+        else:
+            _note(arg, parts, found)
     device = found[0].device.type if found else "cpu"
     if torch.is_autocast_enabled(device):
         parts.append(torch.get_autocast_dtype(device))

@@ -22,14 +22,19 @@ from typing import Any
 
 import torch
 
-from remat._torch_private import current_device_index, current_stream_handle, direct_launch
+from remat._torch_private import (
+    current_device_index,
+    current_stream_handle,
+    direct_launch,
+    empty_on_current,
+)
 from remat.records import Const, Op, Ref, RegionGraph, Value
 from remat.run.replay import overload
 from remat.run.same import bits
 
 __all__ = [
-    "Kernel", "Leaf", "Node", "NotCompiledError", "Tree", "can_fuse", "is_exact", "is_fusible", "jit",
-    "kernel", "leaves", "node", "operands", "size_of", "source_text",
+    "Kernel", "Leaf", "Node", "NotCompiledError", "Tree", "can_fuse", "is_exact", "is_fusible", "is_given",
+    "jit", "kernel", "leaves", "node", "operands", "size_of", "source_text",
 ]  # fmt: skip
 
 _LOG = logging.getLogger(__name__)
@@ -86,6 +91,7 @@ class Node:
 
 
 Tree = Node | Leaf | float
+Shape = tuple[int, ...]
 
 
 def leaves(tree: Tree) -> tuple[Leaf, ...]:
@@ -251,38 +257,40 @@ class Kernel:
     """A compiled kernel; called with the tensors of its leaves it gives the value."""
 
     __slots__ = (
-        "_count", "_device", "_dtype", "_jit", "_launch", "_programs", "_shape", "_stride", "text",
+        "_count", "_device", "_dtype", "_empty", "_jit", "_launch", "_programs", "_shape", "_stride", "text",
     )  # fmt: skip
 
-    def __init__(self, text: str, made: Value, device: torch.device) -> None:
+    def __init__(self, text: str, dtype: str, shape: Shape, stride: Shape, device: torch.device) -> None:
         self.text = text
-        self._shape, self._stride, self._device = made.shape, made.stride, device
-        self._dtype: torch.dtype = getattr(torch, made.dtype)
-        self._count = math.prod(made.shape)
+        self._shape, self._stride, self._device = tuple(shape), tuple(stride), device
+        self._dtype: torch.dtype = getattr(torch, dtype)
+        self._count = math.prod(shape)
         self._programs = -(-self._count // _BLOCK)
         self._jit = jit(text)
+        self._empty = empty_on_current(device.type)
         self._launch: Callable[..., None] | None = None  # what is compiled already, for aligned tensors
 
     def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_strided(self._shape, self._stride, dtype=self._dtype, device=self._device)
-        if self._device.type == "cuda" and current_device_index() != self._device.index:
-            with torch.cuda.device(self._device):  # Triton launches on the current one
-                self._run(out, tensors)
-        else:
-            self._run(out, tensors)
+        launch, empty, device = self._launch, self._empty, self._device
+        if launch is None or empty is None or current_device_index() != device.index:
+            return self._run(tensors)
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        together = 0
+        for address in addresses:
+            together |= address
+        if together % _ALIGNMENT:
+            return self._run(tensors)
+        out = empty(self._shape, self._stride, self._dtype)
+        launch(self._programs, current_stream_handle(device), out.data_ptr(), self._count, *addresses)
         return out
 
-    def _run(self, out: torch.Tensor, tensors: tuple[torch.Tensor, ...]) -> None:
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        for address in addresses:
-            if address % _ALIGNMENT:  # Triton compiles once more for those
-                break
-        else:
-            if self._launch is not None:
-                stream = current_stream_handle(self._device)
-                self._launch(self._programs, stream, out.data_ptr(), self._count, *addresses)
-                return
-        self._jit[(self._programs, 1, 1)](out, self._count, *tensors, **_OPTIONS)
+    def _run(self, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Through Triton, which asks what it is given, and compiles once more for what is not aligned."""
+        out = torch.empty_strided(self._shape, self._stride, dtype=self._dtype, device=self._device)
+        # Triton launches on the current device.
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            self._jit[(self._programs, 1, 1)](out, self._count, *tensors, **_OPTIONS)
+        return out
 
     def prepare(self, dtypes: tuple[str, ...]) -> None:
         """Compile now, for tensors that begin where torch's do: a grid of no programs launches nothing."""
@@ -301,26 +309,38 @@ _kernels: dict[Any, Kernel] = {}
 _seen: set[Any] = set()  # what has been compiled: text, divisibility of the count, device
 
 
-def kernel(tree: Node, made: Value, device: torch.device, *, compile_new: bool = True) -> Kernel:
+def kernel(
+    tree: Node, made: Value, device: torch.device, *, given: Value | None = None, compile_new: bool = True
+) -> Kernel:
     """Compiled and ready. Kernels are shared: regions of a kind, and recipes of a menu, ask for the same.
 
+    `given`: the view of `made` that it gives, if another is wanted (`is_given` says whether it can).
     May be called from several threads, which then compile side by side. `compile_new=False`: NotCompiledError
     unless its code is there already.
     """
+    given = given or made
     text = source_text(tree, made)
     count = math.prod(made.shape)
     types = tuple(leaf.dtype for leaf in leaves(tree))
     code = (text, types, count % _ALIGNMENT == 0, count == 1, count > _NARROW_INDEX, device)
-    key = (code, made.shape, made.stride)  # the same code may serve several layouts
+    key = (code, given.shape, given.stride)  # the same code may serve several layouts
     found = _kernels.get(key)
     if found is None:
         if not compile_new and code not in _seen:
             raise NotCompiledError(text)
-        found = Kernel(text, made, device)
+        found = Kernel(text, made.dtype, given.shape, given.stride, device)
         found.prepare(types)
         found = _kernels.setdefault(key, found)
         _seen.add(code)
     return found
+
+
+def is_given(view: Value, made: Value) -> bool:
+    """Whether a kernel for `made` can give this view of it: all of its memory, in the same order."""
+    same = (view.storage, view.epoch, view.offset, view.dtype, math.prod(view.shape))
+    return same == (made.storage, made.epoch, made.offset, made.dtype, math.prod(made.shape)) and _is_dense(
+        view
+    )
 
 
 @cache

@@ -1,4 +1,9 @@
-"""What stands in an autograd node where a saved tensor was, and gives it back when backward asks."""
+"""What stands in an autograd node where a saved tensor was, and gives it back when backward asks.
+
+A row is a list: the frame of the forward that it belongs to, then the kept tensors from which the slot's
+tensor is rebuilt, None where it does not read one. The functions that autograd calls with a row are generated
+(run.recipe): between the kernels of backward every call counts. Here is what they call when all is not well.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,7 @@ from remat.run.program import Program, Slot
 from remat.run.replay import replaying
 from remat.run.spotcheck import SpotCheck
 
-__all__ = ["Counts", "Frame", "Holder", "unpack"]
+__all__ = ["Counts", "Frame", "Kept", "refuse", "unpack_carefully"]
 
 
 @dataclass
@@ -29,9 +34,10 @@ class Counts:
 
 
 class Frame:
-    """One forward of a region, as far as its backward is concerned. Held by its holders alone."""
+    """One forward of a region, as far as its backward is concerned. Held by its rows alone."""
 
-    __slots__ = ("check", "counts", "device_type", "memo", "name", "program", "versions")
+    __slots__ = ("check", "counts", "memo", "name", "program", "versions")
+    keeps = False
 
     def __init__(self, name: str, counts: Counts, program: Program, kept: Sequence[torch.Tensor]) -> None:
         self.name = name
@@ -39,75 +45,51 @@ class Frame:
         self.program = program
         self.memo: list[Any] = [None] * program.memo_size
         self.versions = [tensor._version for tensor in kept]
-        self.device_type = program.device.type
         self.check: SpotCheck | None = None
 
 
-class Holder:
-    """Stands in an autograd node where a saved tensor was."""
+class Kept:
+    """Stands in a row in place of its frame: the slot's tensor was not dropped after all. Its version is
+    watched here, because autograd does not where there are hooks."""
 
-    __slots__ = ("frame", "place", "slot", "sources", "tensor", "version")
+    __slots__ = ("_name", "_slot", "_tensor", "_version")
+    keeps = True
 
-    def __init__(self, frame: Frame, place: int, slot: Slot, sources: list[Any]) -> None:
-        self.frame, self.place, self.slot, self.sources = frame, place, slot, sources
-        self.tensor: torch.Tensor | None = None
-        self.version = 0
+    def __init__(self, name: str, slot: Slot, tensor: torch.Tensor) -> None:
+        self._name, self._slot, self._tensor, self._version = name, slot, tensor, tensor._version
 
-    def pack(self, tensor: torch.Tensor) -> Holder:
-        self.tensor = tensor
-        return self
-
-    def is_as_captured(self) -> bool:
-        tensor, slot = self.tensor, self.slot
-        return (
-            tensor is not None
-            and tensor.dtype is slot.dtype
-            and tensor.shape == slot.shape
-            and tensor.stride() == slot.stride
-            and (slot.offset is None or tensor.storage_offset() == slot.offset)
-        )
-
-    def keep(self) -> None:
-        """Hold the tensor after all, and watch its version: autograd does not where there are hooks."""
-        if self.tensor is not None:
-            self.version = self.tensor._version
-
-    def kept(self) -> torch.Tensor:
-        assert self.tensor is not None
-        if self.tensor._version != self.version:
+    def get(self) -> torch.Tensor:
+        if self._tensor._version != self._version:
             raise RuntimeError(
-                f"region {self.frame.name}: one of the variables needed for gradient computation has been "
-                f"modified by an inplace operation: {self.slot.label} ({self.slot.source}) is at version "
-                f"{self.tensor._version}; expected version {self.version} instead"
+                f"region {self._name}: one of the variables needed for gradient computation has been "
+                f"modified by an inplace operation: {self._slot.label} ({self._slot.source}) is at version "
+                f"{self._tensor._version}; expected version {self._version} instead"
             )
-        return self.tensor
+        return self._tensor
 
 
-def _rebuilt(holder: Holder, frame: Frame, slot: Slot) -> torch.Tensor:
-    tensor = slot.rebuild(holder.sources, frame.memo)
-    if slot.checked and frame.check is not None:
-        frame.check.see(holder.place, tensor)
-    return tensor
-
-
-def unpack(holder: Holder) -> torch.Tensor:
-    """What autograd calls when it wants the saved tensor back."""
-    if holder.tensor is not None:
-        return holder.kept()
-    frame, sources, slot = holder.frame, holder.sources, holder.slot
-    for number in slot.needs:
-        if sources[number]._version != frame.versions[number]:
-            raise RecomputeError(
-                f"region {frame.name}: {frame.program.kept[number]}, from which {slot.label} ({slot.source}) "
-                f"is rebuilt, was modified in place after the forward pass (version "
-                f"{sources[number]._version}, expected {frame.versions[number]}); "
-                "clone it before writing to it"
-            )
-    if torch.is_grad_enabled() or torch.is_autocast_enabled(frame.device_type):
-        with replaying():  # create_graph, or backward inside autocast
-            tensor = _rebuilt(holder, frame, slot)
-    else:
-        tensor = _rebuilt(holder, frame, slot)
+def unpack_carefully(row: list[Any], place: int) -> torch.Tensor:
+    """Where backward records what it does (create_graph), or runs inside autocast."""
+    frame: Frame = row[0]
+    slot = frame.program.slots[place]
+    with replaying():
+        tensor = slot.rebuild(row, frame.memo)
+        if slot.checked and frame.check is not None:
+            frame.check.see(place, tensor)
     frame.counts.rebuilt += 1
     frame.counts.in_backward = True
     return tensor
+
+
+def refuse(row: list[Any], place: int) -> None:
+    """A kept tensor is not what it was when forward ended."""
+    frame: Frame = row[0]
+    slot = frame.program.slots[place]
+    for number in slot.needs:
+        found, expected = row[number + 1]._version, frame.versions[number]
+        if found != expected:
+            raise RecomputeError(
+                f"region {frame.name}: {frame.program.kept[number]}, from which {slot.label} ({slot.source}) "
+                f"is rebuilt, was modified in place after the forward pass (version {found}, expected "
+                f"{expected}); clone it before writing to it"
+            )

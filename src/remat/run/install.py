@@ -74,15 +74,13 @@ def install(model: nn.Module, regions: Sequence[PlannedRegion], *, head: str | N
 
 def _tap(installation: Installation, owner: nn.Module, planned: PlannedRegion) -> None:
     programs = [variant.program for variant in planned.variants.values() if variant.program is not None]
-    for name in sorted({name for program in programs for name in program.modules}):
-        tap(installation, owner, name)
+    for name, kind in sorted({passed for program in programs for passed in program.passed}):
+        tap(installation, owner, name, kind)
 
 
-def tap(installation: Installation, owner: nn.Module, name: str) -> None:
-    """Note what goes in and out of this submodule of a region."""
-    passing, module = ModuleTap(name), owner.get_submodule(name)
-    installation.defer(module.register_forward_pre_hook(passing.before, with_kwargs=True).remove)
-    installation.defer(module.register_forward_hook(passing.after, with_kwargs=True).remove)
+def tap(installation: Installation, owner: nn.Module, name: str, kind: str) -> None:
+    """Note what goes into this submodule of a region, or what comes out."""
+    installation.defer(ModuleTap(name, kind).put_on(owner.get_submodule(name)).remove)
 
 
 def _chunk_parts(installation: Installation, owner: nn.Module, planned: PlannedRegion) -> None:

@@ -6,7 +6,7 @@ share one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +25,10 @@ class Slot:
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int | None  # into its storage; None: an input's storage, which may begin anywhere
     dtype: torch.dtype
     checked: bool  # whether it looks: the deepest of a chain answers for the whole chain
     needs: tuple[int, ...]  # kept tensors that rebuilding reads, however far back
-    rebuild: Callable[[Any, list[Any]], torch.Tensor]
+    rebuild: Callable[[list[Any], list[Any]], torch.Tensor]  # from a row and a memo
     label: str
     source: str
 
@@ -44,15 +43,18 @@ class Program:
 
     `find(outputs)` walks the autograd graph: the nodes that matter, or the number of the first one that is
     not as captured. `collect(nodes, parameters, inputs, seen)` reads the kept tensors that rebuilding needs,
-    or gives the number of the first one that is not as captured. `spread(kept)` deals them out to the slots.
-    `hook(nodes, holders, unpack)` puts the holders in, `move(nodes, moved, unmove)` those of saved tensors
-    that go to the host. Pickled as what it was compiled from.
+    or gives the number of the first one that is not as captured. `rows(frame, kept)` deals them out to the
+    slots (run.holders). `hook(nodes, rows, pack)` puts the rows in, in order, and gives `pack` the tensors
+    that were there; `differs(tensors)` is the number of the first that is not as captured, or None.
+    `move(nodes, moved, unmove)` puts in what stands for saved tensors that go to the host. Pickled as what
+    it was compiled from.
     """
 
     find: Callable[[list[torch.Tensor]], Any]
     collect: Callable[[Any, list[torch.Tensor], list[torch.Tensor], Any], Any]
-    spread: Callable[[Any], tuple[list[Any], ...]]
-    hook: Callable[[Any, list[Any], Any], None]
+    rows: Callable[[Any, tuple[Any, ...]], tuple[list[Any], ...]]
+    hook: Callable[[Any, Sequence[list[Any]], Callable[[torch.Tensor], None]], None]
+    differs: Callable[[list[torch.Tensor]], int | None]
     move: Callable[[Any, list[Any], Any], None]
     moved: tuple[MovedSlot, ...]  # saved tensors that go to the host
     moved_taps: tuple[int, ...]  # kept tensors that rebuilding reads from the host
@@ -60,7 +62,7 @@ class Program:
     slots: tuple[Slot, ...]
     probes: Probes  # where the spot check looks
     parameters: tuple[str, ...]  # names that `collect` wants the tensors of
-    modules: frozenset[str]  # submodules whose inputs or outputs it reads
+    passed: frozenset[tuple[str, str]]  # submodules whose inputs or outputs it reads, and which of the two
     kept: tuple[str, ...]  # what each kept tensor is, for messages
     memo_size: int
     replayed_ops: int

@@ -2,10 +2,11 @@
 
 The code is generated once per recipe as straight Python, because it runs between the kernels of a training
 step. Each rebuilt value has a function `g<value>(s, m)` that computes it on demand from the kept tensors `s`
-and the memo `m`; each dropped saved tensor has a function `u<slot>(s, m)` that calls it and then forgets what
-nothing later needs. Backward asks for the slots in a known order; should it ever ask in another one, or
-twice (retain_graph), the functions simply compute again: the order decides how much memory the replay takes,
-never what it gives.
+and the memo `m`; each dropped saved tensor has a function `r<slot>(s, m)` that calls it and then forgets what
+nothing later needs, and a function `u<slot>(s, _)` that does the same for autograd, with the guards that
+belong to it. `s` is what stands in the autograd node (run.holders): the frame, then the kept tensors.
+Backward asks for the slots in a known order; should it ever ask in another one, or twice (retain_graph), the
+functions simply compute again: the order decides how much memory the replay takes, never what it gives.
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import torch
 
+from remat._torch_private import any_autocast_enabled, direct_binding
 from remat.errors import CaptureError
 from remat.records import Arg, Const, Op, Recipe, Ref, RegionGraph, Role, Saved, Source, Value
 from remat.run import fused
+from remat.run.holders import refuse, unpack_carefully
 from remat.run.moved import MovedSlot
 from remat.run.program import Program, Slot
-from remat.run.replay import OVERWRITES, constant, overload, twin
+from remat.run.replay import OVERWRITES, constant, overload
 from remat.run.samples import probes
 
 __all__ = ["compile_recipe"]
@@ -93,10 +97,12 @@ class _Compiler:
     taps: list[_Tap] = field(default_factory=list)
     tap_of: dict[int, int] = field(default_factory=dict)  # value -> its place among the taps
     parameters: list[str] = field(default_factory=list)
-    modules: set[str] = field(default_factory=set)
+    passed: set[tuple[str, str]] = field(default_factory=set)
     names: dict[str, Any] = field(default_factory=dict)  # namespace of the generated code
     lines: list[str] = field(default_factory=list)
     memo: dict[int, int] = field(default_factory=dict)
+    shown: dict[int, int] = field(default_factory=dict)  # the one view of a value that all readers want
+    given: set[int] = field(default_factory=set)  # of these: their kernels give that view
     kernels: dict[int, tuple[fused.Node, fused.Kernel]] = field(default_factory=dict)  # by value
     trees: dict[int, fused.Node | None] = field(default_factory=dict)  # by value
     nodes: list[int] = field(
@@ -112,25 +118,28 @@ class _Compiler:
         self._plan_memo(dropped)
         for op_index in sorted({self._op_of(v) for v in self.needed}):
             self._emit_op(op_index)
+        needs = [self._needs(saved.value) for saved in dropped]
+        checked = self._checked(dropped)
         for number, saved in enumerate(dropped):
             self._emit_slot(number, saved)
-        needs = [self._needs(saved.value) for saved in dropped]
-        self._emit_hook("hook", dropped)
-        self._emit_hook("move", moved)
+            self._emit_unpack(number, saved, needs[number], number in checked)
+        self._emit_rows(needs)
+        self._emit_hook(dropped)
+        self._emit_differs(dropped)
+        self._emit_move(moved)
         self._emit_collect()
-        self._emit_spread(needs)
         self._emit_find()
         text = "\n".join(self.lines)
-        self.names |= {"twin": twin, "values": self.graph.values, "device": self.device, "saved": saved_of}
+        self.names |= _NAMES | {"device": self.device}
         exec(compile(text, "<remat recipe>", "exec"), self.names)
-        checked = self._checked(dropped)
         taps = tuple(n for n, tap in enumerate(self.taps) if self._is_moved(tap.value))
         slots = tuple(self._slot(n, saved, needs[n], n in checked) for n, saved in enumerate(dropped))
         return Program(
             find=self.names["find"],
             collect=self.names["collect"],
-            spread=self.names["spread"],
+            rows=self.names["rows"],
             hook=self.names["hook"],
+            differs=self.names["differs"],
             move=self.names["move"],
             moved=tuple(self._moved_slot(saved) for saved in moved),
             moved_taps=taps,
@@ -138,7 +147,7 @@ class _Compiler:
             slots=slots,
             probes=probes({n: slot.layout for n, slot in enumerate(slots) if slot.checked}, self.device),
             parameters=tuple(self.parameters),
-            modules=frozenset(self.modules),
+            passed=frozenset(self.passed),
             kept=tuple(tap.text for tap in self.taps),
             memo_size=len(self.memo),
             replayed_ops=len(self.recipe.replayed),
@@ -210,7 +219,7 @@ class _Compiler:
             return f"{read}.detach()", f"{where.attribute} of node {where.node}"
         if where.kind == "input":
             return f"i[{where.position}]", f"input {where.position}"
-        self.modules.add(where.module)
+        self.passed.add((where.module, where.kind))
         return (
             f"z[{where.module!r}, {where.kind!r}, {where.call}][{where.position}]",
             f"{where.kind} of {where.module}",
@@ -272,40 +281,57 @@ class _Compiler:
 
     def _plan_memo(self, dropped: list[Saved]) -> None:
         """Which values are computed, how often read, and by which slot last."""
-        readers = self._walk(dropped)
+        readers, views = self._walk(dropped)
         if self.recipe.fused and fused.can_fuse(self.device):
             for value in sorted(self.needed, key=self._op_of):  # what is read has its tree before its readers
                 self._fuse(value, readers)
-            readers = self._walk(dropped)
+            readers, views = self._walk(dropped)
         made_together = collections.Counter(self._op_of(value) for value in self.needed)
         for value in self.needed:
             # A value that is read once goes straight to its reader.
             if made_together[self._op_of(value)] > 1 or readers[value] > 1:
                 self.memo[value] = len(self.memo)
+            if len(views[value]) == 1:
+                self._show(value, *views[value])
 
-    def _walk(self, dropped: list[Saved]) -> collections.Counter[int]:
-        """Walk backward once. Returns how often each value is read."""
+    def _show(self, value: int, wanted: int) -> None:
+        """All readers of a value want this view of it: a kernel gives it as it is, otherwise the memo has it,
+        so that it is made once and not for every reader."""
+        made, view = self.graph.values[value], self.graph.values[wanted]
+        if value in self.kernels and fused.is_given(view, made):
+            tree, _ = self.kernels[value]
+            self.kernels[value] = tree, fused.kernel(tree, made, self.device, given=view, compile_new=False)
+            self.shown[value] = wanted
+            self.given.add(value)
+        elif value in self.memo and view.offset == made.offset:
+            self.shown[value] = wanted
+
+    def _walk(self, dropped: list[Saved]) -> tuple[collections.Counter[int], dict[int, set[int]]]:
+        """Walk backward once. Returns how often each value is read, and as which views of it."""
         self.needed: dict[int, None] = {}
         self.last: dict[int, int] = {}
         readers: collections.Counter[int] = collections.Counter()
+        views: dict[int, set[int]] = collections.defaultdict(set)
 
-        def touch(value: int, slot: int, depth: int) -> None:
-            value = self._base(value)
+        def touch(value: int, slot: int, depth: int, *, by_address: bool = False) -> None:
+            wanted, value = value, self._base(value)
             if self._is_tap(value):
                 return
             if depth > _DEEPEST_CHAIN:
                 raise CaptureError(f"rebuilding takes a chain of more than {_DEEPEST_CHAIN} operations")
             readers[value] += 1
+            if not by_address:
+                views[value].add(wanted)
             self.last[value] = slot
             if value in self.needed:
                 return
             self.needed[value] = None
             for read in self._reads(value):
-                touch(read, slot, depth + 1)
+                touch(read, slot, depth + 1, by_address=value in self.kernels)
 
         for slot, saved in enumerate(dropped):
             touch(saved.value, slot, 0)
-        return readers
+        return readers, views
 
     def _reads(self, value: int) -> tuple[int, ...]:
         """What computing a value reads: for a fused one what its kernel loads."""
@@ -411,14 +437,15 @@ class _Compiler:
         base = self._base(value)
         meta = self.graph.values[base]
         if meta.free and meta.parameter:
-            return f"s[{self._tap(base, None)}]"
+            return _place(self._tap(base, None))
         reach = self._reachable(base)
         if reach is None:
             return f"g{base}(s, m)"
-        return f"s[{self._tap(*reach)}]{'.get()' if self._is_moved(reach[0]) else ''}"
+        return f"{_place(self._tap(*reach))}{'.get()' if self._is_moved(reach[0]) else ''}"
 
     def _expression(self, value: int) -> str:
         text, at = self._source(value), self._holder(value)
+        at = self.shown.get(at, at)
         return text if at == value else self._view(text, at, value)
 
     def _view(self, text: str, base: int, value: int) -> str:
@@ -426,6 +453,8 @@ class _Compiler:
         below, above = self.graph.values[base], self.graph.values[value]
         shift = above.offset - below.offset
         if shift == 0:
+            if len(below.shape) == 2 and _is_transposed(below, above):
+                return f"{text}.mT"  # of a weight; it takes less
             return f"{text}.as_strided({above.shape}, {above.stride})"
         return f"shifted({text}, {above.shape}, {above.stride}, {shift})"
 
@@ -456,6 +485,9 @@ class _Compiler:
         made = [value for value in self.needed if self._op_of(value) == op_index]
         call, results = self._fused_call(made[0]) if made[0] in self.kernels else self._call(op)
         for value in made:
+            if self.shown.get(value, value) != value and value not in self.given:
+                results[value] = self._view(results[value], value, self.shown[value])
+        for value in made:
             self.lines.append(f"def g{value}(s, m):  # {op.name} {op.source}")
             if value not in self.memo:
                 self.lines += [*call, f"    return {results[value]}"]
@@ -463,8 +495,9 @@ class _Compiler:
             self.lines += [f"    v = m[{self.memo[value]}]", "    if v is None:"]
             self.lines += ["    " + line for line in call]
             for other in made:
-                self.lines.append(f"        m[{self.memo[other]}] = {results[other]}")
-            self.lines += [f"        v = {results[value]}", "    return v"]
+                also = "v = " if other == value else ""
+                self.lines.append(f"        {also}m[{self.memo[other]}] = {results[other]}")
+            self.lines.append("    return v")
 
     def _fused_call(self, value: int) -> tuple[list[str], dict[int, str]]:
         tree, kernel = self.kernels[value]
@@ -483,25 +516,76 @@ class _Compiler:
             if place not in written:
                 return self._argument(arg)
             value = written[place]
-            before = "None" if op.name in OVERWRITES else self._argument(arg)
-            lines.append(f"    w{place} = twin(values[{value}], {before}, device)")
+            before = "" if op.name in OVERWRITES else f".copy_({self._argument(arg)})"
+            lines.append(f"    w{place} = {self._fresh(value)}{before}")
             results[value] = f"w{place}"
             return f"w{place}"
 
         args = [argument(place, arg) for place, arg in enumerate(op.args)]
         args += [f"{name}={argument(names.index(name), arg)}" for name, arg in op.kwargs]
-        lines.append(f"    r = {self._name('f', _FAST.get(op.name, function))}({', '.join(args)})")
+        if self._is_plain_cast(op):
+            lines.append(f"    r = {args[0]}.to({args[1].removeprefix('dtype=')})")
+        else:
+            fast = _FAST.get(op.name) or direct_binding(op.name) or function
+            lines.append(f"    r = {self._name('f', fast)}({', '.join(args)})")
         for place, value in enumerate(op.outputs):
             if value >= 0:
                 results.setdefault(value, "r" if len(op.outputs) == 1 else f"r[{place}]")
         return lines, results
 
-    def _emit_slot(self, number: int, saved: Saved) -> None:
+    def _is_plain_cast(self, op: Op) -> bool:
+        """Tensor.to does it in half the time; to the same dtype it would not make a copy."""
+        if op.name != "aten._to_copy.default" or [name for name, _ in op.kwargs] != ["dtype"]:
+            return False
+        return self.graph.values[op.inputs[0]].dtype != self.graph.values[op.outputs[0]].dtype
+
+    def _fresh(self, value: int) -> str:
+        """Memory of its own for a value that an operation writes to: its functional twin."""
+        meta = self.graph.values[value]
+        return f"empty_strided({meta.shape}, {meta.stride}, dtype={self._dtype(value)}, device=device)"
+
+    def _dtype(self, value: int) -> str:
+        name = self.graph.values[value].dtype
+        self.names[f"dtype_{name}"] = getattr(torch, name)
+        return f"dtype_{name}"
+
+    def _rebuilding(self, number: int, saved: Saved) -> list[str]:
         release = [f"m[{self.memo[v]}]" for v in self.memo if self.last[v] == number]
-        self.lines += [f"def u{number}(s, m):", f"    v = {self._expression(saved.value)}"]
-        if release:
-            self.lines.append(f"    {' = '.join(release)} = None")
-        self.lines.append("    return v")
+        forget = [f"    {' = '.join(release)} = None"] if release else []
+        return [f"    v = {self._expression(saved.value)}", *forget]
+
+    def _emit_slot(self, number: int, saved: Saved) -> None:
+        self.lines += [f"def r{number}(s, m):", *self._rebuilding(number, saved), "    return v"]
+
+    def _emit_unpack(self, number: int, saved: Saved, needs: tuple[int, ...], checked: bool) -> None:
+        """What autograd calls when it wants the saved tensor back."""
+        watched = self._watched(needs)
+        guards = [f"if is_grad_enabled() or autocasts(): return carefully(s, {number})"]
+        if watched:
+            changed = " or ".join(f"{_place(tap)}._version != e[{tap}]" for tap in watched)
+            guards = ["e = f.versions", f"if {changed}: refuse(s, {number})", *guards]
+        rebuild, *forget = self._rebuilding(number, saved)
+        self.lines += [f"def u{number}(s, _):", "    f = s[0]", "    if f.keeps: return f.get()"]
+        self.lines.append("    m = f.memo")
+        ready = self._ready(saved.value)
+        if ready is None:
+            self.lines += [*(f"    {guard}" for guard in guards), rebuild]
+        else:  # rebuilt for another slot before, from what was as it should be then
+            self.lines += [f"    v = m[{ready}]", "    if v is None:"]
+            self.lines += [*(f"        {guard}" for guard in guards), f"    {rebuild}"]
+        self.lines += forget
+        if checked:
+            self.lines += ["    k = f.check", f"    if k is not None: k.see({number}, v)"]
+        self.lines += ["    c = f.counts", "    c.rebuilt += 1", "    c.in_backward = True", "    return v"]
+
+    def _ready(self, value: int) -> int | None:
+        """Where in the memo this very tensor may be."""
+        base = self._base(value)
+        return self.memo.get(base) if self.shown.get(base, base) == value else None
+
+    def _watched(self, needs: tuple[int, ...]) -> tuple[int, ...]:
+        """Taps whose versions are compared before they are read. What is on the host watches itself."""
+        return tuple(tap for tap in needs if not self._is_moved(self.taps[tap].value))
 
     def _needs(self, value: int) -> tuple[int, ...]:
         """Taps that this value rests on, whatever the memo may hold."""
@@ -522,12 +606,45 @@ class _Compiler:
                 pending.extend(self.graph.ops[self._op_of(current)].inputs)
         return tuple(sorted(taps))
 
-    def _emit_hook(self, name: str, replaced: list[Saved]) -> None:
-        self.lines += [f"def {name}(n, h, unpack):", "    pass"]
-        for number, saved in enumerate(replaced):
-            item = "" if saved.item < 0 else f"[{saved.item}]"
-            node = f"n[{self._node(saved.node)}]"
-            self.lines.append(f"    {node}.{saved.attribute}{item}.register_hooks(h[{number}].pack, unpack)")
+    def _emit_rows(self, needs: list[tuple[int, ...]]) -> None:
+        """Each slot has a row of its own, with what it reads and nothing else: a row dies with its node, and
+        with the last row that has it a kept tensor."""
+        self.lines += ["def rows(f, s):", "    return ("]
+        for wanted in needs:
+            kept = (f"s[{tap}]" if tap in wanted else "None" for tap in range(len(self.taps)))
+            self.lines.append(f"        [{', '.join(['f', *kept])}],")
+        self.lines.append("    )")
+
+    def _emit_hook(self, dropped: list[Saved]) -> None:
+        """No Python runs in it but its own: autograd hands the tensor to a list's append, keeps the None that
+        it gets, and will call the slot's function with the row that it is bound to."""
+        self.lines += ["def hook(n, rows, pack):", "    pass"]
+        for number, saved in enumerate(dropped):
+            self.lines.append(
+                f"    {self._raw(saved)}.register_hooks(pack, method(u{number}, rows[{number}]))"
+            )
+
+    def _emit_move(self, moved: list[Saved]) -> None:
+        self.lines += ["def move(n, h, unpack):", "    pass"]
+        for number, saved in enumerate(moved):
+            self.lines.append(f"    {self._raw(saved)}.register_hooks(h[{number}].pack, unpack)")
+
+    def _raw(self, saved: Saved) -> str:
+        item = "" if saved.item < 0 else f"[{saved.item}]"
+        return f"n[{self._node(saved.node)}].{saved.attribute}{item}"
+
+    def _emit_differs(self, dropped: list[Saved]) -> None:
+        self.lines.append("def differs(tensors):")
+        for number, saved in enumerate(dropped):
+            meta = self.graph.values[saved.value]
+            # An input's storage may begin anywhere.
+            begins = "" if self._is_of_input(saved.value) else f" or t.storage_offset() != {meta.offset}"
+            self.lines += [
+                f"    t = tensors[{number}]",
+                f"    if t.shape != {meta.shape} or t.dtype is not {self._dtype(saved.value)} "
+                f"or t.stride() != {meta.stride}{begins}: return {number}",
+            ]
+        self.lines.append("    return None")
 
     def _emit_collect(self) -> None:
         self.lines += ["def shifted(t, shape, stride, shift):"]
@@ -536,10 +653,9 @@ class _Compiler:
         self._emit_aliases()
         for number, tap in enumerate(self.taps):
             meta = self.graph.values[tap.value]
-            dtype = self._name("d", getattr(torch, meta.dtype))
             self.lines.append(f"    s{number} = {tap.expression}")
             self.lines.append(
-                f"    if s{number}.shape != {meta.shape} or s{number}.dtype is not {dtype} "
+                f"    if s{number}.shape != {meta.shape} or s{number}.dtype is not {self._dtype(tap.value)} "
                 f"or s{number}.stride() != {meta.stride}: return {number}"
             )
         self.lines.append(f"    return ({''.join(f's{number}, ' for number in range(len(self.taps)))})")
@@ -574,14 +690,6 @@ class _Compiler:
                 f"    if len({{{firsts}}}) != {len(groups)}: return 'inputs share memory that is written'"
             )
 
-    def _emit_spread(self, needs: list[tuple[int, ...]]) -> None:
-        self.lines.append("def spread(s):")
-        rows = [
-            "[" + ", ".join(f"s[{tap}]" if tap in wanted else "None" for tap in range(len(self.taps))) + "]"
-            for wanted in needs
-        ]
-        self.lines.append(f"    return ({''.join(f'{row}, ' for row in rows)})")
-
     def _emit_find(self) -> None:
         """Every node of the graph is visited and its name compared, also where nothing is dropped."""
         parents = {parent for _, parent, _ in self.graph.nodes if parent >= 0}
@@ -603,11 +711,10 @@ class _Compiler:
         return Slot(
             shape=meta.shape,
             stride=meta.stride,
-            offset=None if self._is_of_input(saved.value) else meta.offset,
             dtype=getattr(torch, meta.dtype),
             checked=checked,
-            needs=tuple(tap for tap in needs if not self._is_moved(self.taps[tap].value)),
-            rebuild=self.names[f"u{number}"],
+            needs=self._watched(needs),
+            rebuild=self.names[f"r{number}"],
             label=f"{op.name} {list(meta.shape)} {meta.dtype}",
             source=op.source,
         )
@@ -627,6 +734,15 @@ def _known_nodes(names: Sequence[str]) -> tuple[list[Any], Callable[[int, Any], 
         return False
 
     return types, is_other
+
+
+def _is_transposed(below: Value, above: Value) -> bool:
+    return (below.shape[::-1], below.stride[::-1]) == (above.shape, above.stride)
+
+
+def _place(tap: int) -> str:
+    """Where a slot's functions find a kept tensor: the frame comes before them."""
+    return f"s[{tap + 1}]"
 
 
 def _extent(value: Value) -> tuple[int, int]:
@@ -649,3 +765,14 @@ def saved_of(node: Any, attribute: str) -> Any:
     """A list of saved tensors: a Python function's node keeps it under another name than a C++ node."""
     name = "_saved_" + attribute.removeprefix("_raw_saved_")
     return getattr(node, name) if hasattr(node, name) else node.saved_tensors
+
+
+_NAMES = {
+    "autocasts": any_autocast_enabled,
+    "carefully": unpack_carefully,
+    "empty_strided": torch.empty_strided,
+    "is_grad_enabled": torch.is_grad_enabled,
+    "method": MethodType,
+    "refuse": refuse,
+    "saved": saved_of,
+}  # of the generated code

@@ -3,9 +3,10 @@
 During forward nothing of ours runs between the operations (a module hook where a recipe reads a value that
 only passes between submodules). When forward has returned, the autograd graph that it built is walked along
 the captured path; only if every node and every tensor is as captured are the chosen saved tensors replaced
-by holders that rebuild them on demand. Any mismatch keeps everything: more memory, never a wrong gradient.
+by rows from which they are rebuilt on demand. Any mismatch keeps everything: more memory, never a wrong
+gradient.
 
-State belongs to the graph that was built: holders live in the graph's nodes and die with them, so two
+State belongs to the graph that was built: rows live in the graph's nodes and die with them, so two
 forwards before a backward, retain_graph, a forward that is never backwarded and threads need no care.
 """
 
@@ -29,7 +30,7 @@ from remat._torch_private import (
 from remat.records import Mode
 from remat.run.checkpoint import Options, needs_gradients, run_checkpointed
 from remat.run.compiled import CompiledBlock
-from remat.run.holders import Counts, Frame, Holder, unpack
+from remat.run.holders import Counts, Frame, Kept
 from remat.run.moved import Moved, unmove
 from remat.run.offload import Engine
 from remat.run.outgoing import Outgoing, send_out
@@ -242,7 +243,7 @@ class PlannedRegion:
         inputs: list[torch.Tensor],
     ) -> Any:
         seen = NOTHING
-        if not program.modules:
+        if not program.passed:
             output = forward(*args, **kwargs)
         else:
             seen, taps = Passing(), open_taps()
@@ -252,12 +253,16 @@ class PlannedRegion:
             finally:
                 taps.pop()
         outputs = tensors(output)
-        if any(tensor.grad_fn is not None for tensor in outputs):
-            problem = self._drop(program, module, outputs, inputs, seen)
-            if problem:
-                self._fall_back(problem, recipe_failed=True)
-                if self.counts.fallbacks >= _FALLBACKS_BEFORE_FULL:
-                    self.switch_off(f"recomputes as a whole: {problem}")
+        for tensor in outputs:
+            if tensor.grad_fn is not None:
+                break
+        else:
+            return output
+        problem = self._drop(program, module, outputs, inputs, seen)
+        if problem:
+            self._fall_back(problem, recipe_failed=True)
+            if self.counts.fallbacks >= _FALLBACKS_BEFORE_FULL:
+                self.switch_off(f"recomputes as a whole: {problem}")
         return output
 
     def _drop(
@@ -268,7 +273,7 @@ class PlannedRegion:
         inputs: list[torch.Tensor],
         seen: Passing,
     ) -> str:
-        """Replace saved tensors by holders. Returns why not, if not: then nothing was let go."""
+        """Replace saved tensors by rows. Returns why not, if not: then nothing was let go."""
         try:
             nodes = program.find(outputs)
             if type(nodes) is int:
@@ -285,44 +290,51 @@ class PlannedRegion:
         taps = [Moved(self.name, kept[tap]) for tap in program.moved_taps]
         if taps:
             kept = _with_taps(kept, program.moved_taps, taps)
-        holders = [
-            Holder(frame, place, slot, sources)
-            for place, (slot, sources) in enumerate(zip(program.slots, program.spread(kept), strict=True))
-        ]
         for tap in taps:
             tap.keep()
-        problem = self._hook(program, nodes, holders, moved)
+        rows = program.rows(frame, kept)
+        dropped: list[torch.Tensor] = []
+        problem = self._hook(program, nodes, rows, dropped, moved)
         if problem:
-            for holder in holders:
-                holder.keep()
+            for place, tensor in enumerate(dropped):  # it may have broken off after some
+                rows[place][0] = Kept(self.name, program.slots[place], tensor)
             for one in moved:
                 one.keep()
+        elif self.check and program.probes.places:
+            frame.check = self._spot_check(program, dropped)
+        dropped.clear()  # the hooks know this list
+        if problem:
             return problem
-        if self.check and program.probes.places:
-            frame.check = self._spot_check(program, holders)
-        for holder in holders:
-            holder.tensor = None
         if self.engine is not None and program.send_order:
             group, together = self.engine.group(self.place), (*moved, *taps)
             for number in program.send_order:
                 together[number].send(group)
         return ""
 
-    def _hook(self, program: Program, nodes: Any, holders: list[Holder], moved: list[Moved]) -> str:
-        """Put the holders in, each with its tensor, and look at every one. Returns what is wrong."""
+    def _hook(
+        self,
+        program: Program,
+        nodes: Any,
+        rows: Sequence[list[Any]],
+        dropped: list[torch.Tensor],
+        moved: list[Moved],
+    ) -> str:
+        """Put the rows in and look at every tensor that they replace. Returns what is wrong."""
         try:
-            program.hook(nodes, holders, unpack)
+            program.hook(nodes, rows, dropped.append)
             if moved:
                 program.move(nodes, moved, unmove)
         except (AttributeError, IndexError, TypeError, RuntimeError) as error:
             return f"a saved tensor cannot be replaced ({type(error).__name__}: {error})"
-        for holder in holders:
-            if not holder.is_as_captured():
-                return f"{holder.slot.label} ({holder.slot.source}) has another shape, stride or dtype now"
-        for slot, one in zip(program.moved, moved, strict=bool(moved)):
-            if not one.is_as_captured(slot):
-                return f"{slot.label} has another shape, stride or dtype now"
-        return self._shadow(holders) if self.shadow and holders else ""
+        place = program.differs(dropped)
+        if place is not None:
+            slot = program.slots[place]
+            return f"{slot.label} ({slot.source}) has another shape, stride or dtype now"
+        if moved:
+            for expected, one in zip(program.moved, moved, strict=True):
+                if not one.is_as_captured(expected):
+                    return f"{expected.label} has another shape, stride or dtype now"
+        return self._shadow(program, rows, dropped) if self.shadow and rows else ""
 
     def _parameters(self, program: Program, module: nn.Module) -> list[Any]:
         """Looked up at every call: FSDP swaps them, functional_call replaces them. Where is remembered."""
@@ -331,10 +343,10 @@ class PlannedRegion:
             owners = self.owners[id(program)] = Owners(module, program.parameters)
         return [tensors[name] for tensors, name in owners.tables]
 
-    def _spot_check(self, program: Program, holders: list[Holder]) -> SpotCheck:
+    def _spot_check(self, program: Program, dropped: list[torch.Tensor]) -> SpotCheck:
         number = self.counts.calls
         return SpotCheck(
-            [holder.tensor for holder in holders],  # type: ignore[misc]
+            dropped,
             program.probes,
             self._report(program),
             phase=number,
@@ -360,16 +372,14 @@ class PlannedRegion:
 
         return sentence
 
-    def _shadow(self, holders: list[Holder]) -> str:
+    def _shadow(self, program: Program, rows: Sequence[list[Any]], dropped: list[torch.Tensor]) -> str:
         """Rebuild everything while the real tensors are still there, and compare bit for bit."""
-        memo = holders[0].frame.memo
+        memo = rows[0][0].memo
         try:
-            for holder in holders:
-                slot = holder.slot
-                assert holder.tensor is not None
+            for slot, row, tensor in zip(program.slots, rows, dropped, strict=True):
                 try:
                     with replaying():
-                        same = same_bits(slot.rebuild(holder.sources, memo), holder.tensor)
+                        same = same_bits(slot.rebuild(row, memo), tensor)
                 except torch.OutOfMemoryError:
                     raise
                 except RuntimeError as error:  # operations of another size than the tensors

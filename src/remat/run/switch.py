@@ -56,7 +56,7 @@ class Switchboard:
         self._modules = dict(model.named_modules())
         self._known: dict[str, PlannedRegion] = {}  # every region that was ever shown: it goes on counting
         self._shown: dict[str, dict[str, Variant]] = {}
-        self._taps: dict[str, tuple[frozenset[str], Installation]] = {}
+        self._taps: dict[str, tuple[frozenset[tuple[str, str]], Installation]] = {}
         self._off: set[str] = set()  # replay went wrong: recomputes as a whole from then on
         self._gave_up = False  # `recompute_all` was called
         self._head: tuple[str | None, ExitStack] = (None, ExitStack())
@@ -134,7 +134,7 @@ class Switchboard:
 
     def _tap(self, region: PlannedRegion, table: Table) -> None:
         programs = [variant.program for variant in table.variants.values() if variant.program is not None]
-        wanted = frozenset(module for program in programs for module in program.modules)
+        wanted = frozenset(passed for program in programs for passed in program.passed)
         there, hooks = self._taps.get(region.name, (frozenset(), None))
         if wanted <= there:
             return
@@ -142,8 +142,8 @@ class Switchboard:
             hooks.remove()
         made = Installation()
         owner = self._model if self._is_function(region) else self._modules[region.name]
-        for module in sorted(wanted | there):
-            tap(made, owner, module)
+        for module, kind in sorted(wanted | there):
+            tap(made, owner, module, kind)
         self._taps[region.name] = (wanted | there, made)
 
     def _chunk(self, head: str | None) -> None:

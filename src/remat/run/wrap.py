@@ -104,7 +104,10 @@ class WrappedForward:
         around = self.around
         if around is None or bypassed():
             return self.original(*args, **kwargs)
-        return around(self.module, self.original, args, kwargs)
+        module = self.module
+        if self._previous is not _ABSENT:
+            return around(module, self._previous, args, kwargs)
+        return around(module, type(module).forward.__get__(module), args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WrappedForward:
         # While a module is being copied, memo maps it to its half-made copy; alone, this copies the module

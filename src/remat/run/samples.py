@@ -85,7 +85,9 @@ class Probes(Protocol):
 
     @property
     def places(self) -> tuple[int, ...]: ...
-    def expect(self, tensors: Sequence[torch.Tensor], phase: int) -> Samples: ...
+    def expect(self, tensors: Sequence[torch.Tensor], phase: int) -> Samples:
+        """Tensors in the layouts that were given, on any device."""
+        ...
 
 
 def probes(layouts: Mapping[int, Layout], device: torch.device) -> Probes:
@@ -228,7 +230,8 @@ class _Gathered:
     def __init__(self, layouts: Mapping[int, Layout], device: torch.device, launch: Any = None) -> None:
         self.places, self.layouts, self.device = tuple(layouts), dict(layouts), device
         self.row = {place: row for row, place in enumerate(layouts)}
-        self._number = -1 if device.index is None else device.index  # as tensors say it
+        self.number = -1 if device.index is None else device.index  # of the device, as tensors say it
+        self.strides = [layout.stride for layout in layouts.values()]
         self.small = sum(x.numel() * x.dtype.itemsize for x in layouts.values()) <= _SMALL_BYTES
         self.launch = launch or _gather(device)
         by_layout = [_byte_offsets(layout) for layout in layouts.values()]
@@ -246,23 +249,23 @@ class _Gathered:
         stack = torch.empty(self._shape, dtype=torch.uint8, device=self.device)
         stream, out = current_stream_handle(self.device), stack.data_ptr()
         table = self._tables[phase % PHASES]
-        ready = self.ready
-        looked_at = [ready(place, tensors[place]) for place in self.places]
+        looked_at = [tensors[place] for place in self.places]  # they lie as captured
+        for row, tensor in enumerate(looked_at):
+            if tensor.get_device() != self.number:
+                looked_at[row] = self.copied(self.places[row], tensor)
         for first in range(0, len(looked_at), _AT_ONCE):
             self.take(table, out, first, looked_at[first : first + _AT_ONCE], stream)
         return _GatheredSamples(self, table, stack, out + self.found_after)
 
-    def ready(self, place: int, tensor: torch.Tensor) -> torch.Tensor:
-        """The same numbers where the kernel looks for them: on the device (an index that was made without
-        device= is on the host), and in the layout that was captured."""
+    def copied(self, place: int, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy where the kernel looks, of what lies elsewhere: on the device (an index that was made
+        without device= is on the host), and in the layout that was captured."""
         layout = self.layouts[place]
-        if tensor.get_device() == self._number and tensor.stride() == layout.stride:
-            return tensor
         fresh = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=self.device)
         return fresh.copy_(tensor)
 
     def take(self, table: int, out: int, first: int, tensors: list[torch.Tensor], stream: int) -> None:
-        """The samples of tensors that are `ready`, for the rows from `first` on, into memory at `out`."""
+        """The samples of tensors that lie where it looks, for the rows from `first` on, into `out`."""
         count = len(tensors)
         addresses = [tensor.data_ptr() for tensor in tensors] + _PADDING[count]
         if current_device_index() == self.device.index:
@@ -300,7 +303,9 @@ class _GatheredSamples:
             self._look()
             self._stream = stream
         row = probes.row[place]
-        self._waiting[row] = probes.ready(place, tensor)
+        if tensor.get_device() != probes.number or tensor.stride() != probes.strides[row]:
+            tensor = probes.copied(place, tensor)
+        self._waiting[row] = tensor
         self._seen.add(row)
         if probes.small and len(self._seen) < len(probes.places):
             return False

@@ -150,7 +150,8 @@ def fit(
     or "aot_eager", which needs no compiler. By default blocks are compiled only if you have compiled them
     yourself (block.compile(), torch.compile(block)). `compile="whole"` runs the model as one compiled graph
     in which each block has its saved set: faster where the device waits for the host, but it compiles for as
-    long as torch.compile(model) does, and nothing is offloaded or chunked.
+    long as torch.compile(model) does, and nothing is offloaded. With "chunk" allowed, and needed, the graph is
+    that of the trunk (all but the head), and head and loss run in chunks behind it.
 
     `adaptive`: inputs of other sizes get plans of their own under the same budget, a short batch one that
     keeps more. Give the largest batch; it is cut to measure two smaller sizes, or pass batches of other sizes
@@ -293,11 +294,10 @@ def _request(
             return _run(model, batch, loss, step)
 
     whole = _in_one_graph(compile)
-    moved = [action.value for action in (Action.OFFLOAD, Action.CHUNK) if action in allow]
-    if whole and moved:
+    if whole and Action.OFFLOAD in allow:
         raise InputError(
-            f"compile={compile!r} runs the model as one graph, where {' and '.join(moved)} cannot be; leave "
-            f"that out of allow=, or compile blocks one by one with compile=True"
+            f"compile={compile!r} runs the model as one graph, where offload cannot be; leave that out of "
+            "allow=, or compile blocks one by one with compile=True"
         )
     seen = any(p.grad is not None for p in model.parameters())
     return Request(
@@ -309,7 +309,7 @@ def _request(
         accumulate=seen or (accumulate is True) or (not isinstance(accumulate, bool) and accumulate > 1),
         chunk=Action.CHUNK in allow,
         offload=Action.OFFLOAD in allow,
-        parts=Action.CHUNK in allow,
+        parts=Action.CHUNK in allow and not whole,  # inside of one graph nothing runs in chunks
         compiler=_compiler(model, compile, device_of(model)),
         one_graph=whole,
     )

@@ -49,16 +49,19 @@ def fitted(
     """Plan, run the plan, and plan again by what it showed: tighter until its measured peak is within the
     budget, or once looser where the prediction was too high."""
     over, good = 0, None
-    for _ in range(_TRIES):
+    for attempt in range(_TRIES):
         try:
             made = plan_below(found, budget_bytes, over, allowed)
-        except BudgetError:
-            if good is None and found.one_graph and over > 0:
-                why = f"it peaks {format_bytes(over)} above what was predicted"
-                return fitted(request, _one_by_one(found, why), budget_bytes, allowed, check, progress)
-            if good is None:
+        except BudgetError as error:
+            if good is not None:
+                break
+            if not found.one_graph:
                 raise
-            break
+            least = None if attempt else _least_in_one_graph(found, budget_bytes, error, allowed)
+            if least is None:
+                why = _out_of_reach(found, over, error, allowed)
+                return fitted(request, _one_by_one(found, why), budget_bytes, allowed, check, progress)
+            made = least
         progress("running the plan once")
         with _applied(request, made, check) as handle:
             excess = ranks.most(_measured_excess(request, handle, over))
@@ -117,7 +120,7 @@ def _verified(request: Request, handle: Handle) -> Verification:
         return replace(found, bitwise=False, within="rounding", how=f"{how}, and was not compared")
     alone = replace(plan, profile=replace(plan.profile, one_graph=False))
     with handle.paused():
-        return check_verify.compare(
+        found = check_verify.compare(
             lambda: apply(request.model, alone),
             lambda: apply(request.model, plan),
             request.model,
@@ -126,6 +129,33 @@ def _verified(request: Request, handle: Handle) -> Verification:
             tolerance=rounding(request.model),
             how="whole step, against the same plan with blocks compiled one by one",
         )
+    head = chunked_head(plan)
+    if head is None:
+        return found
+    how = f"{found.how}, {head} and the loss in chunks in both (equal within rounding: remat.verify compares)"
+    return replace(found, bitwise=False, within="rounding", how=how)
+
+
+def _least_in_one_graph(
+    found: Profile, budget_bytes: int, error: BudgetError, allowed: tuple[Action, ...]
+) -> Plan | None:
+    """A budget that is out of reach as predicted may not be so: what lies outside of blocks (the head, the
+    loss) was measured as it runs eagerly, and the compiler may need less for it. That is worth a compilation
+    where the blocks alone are within the budget: the plan with the least peak, to see what it takes."""
+    least = schedule(found, error.needed, allow=allowed)
+    points = simulate(least.profile, least.choices).points
+    of_blocks = max((point.peak_bytes for point in points if point.call >= 0), default=0)
+    return replace(least, budget_bytes=budget_bytes) if of_blocks <= budget_bytes else None
+
+
+def _out_of_reach(found: Profile, over: int, error: BudgetError, allowed: tuple[Action, ...]) -> str:
+    """Why no plan in one graph is within the budget."""
+    if over > 0:
+        return f"it peaks {format_bytes(over)} above what was predicted"
+    why = f"that needs {format_bytes(error.needed)}"
+    if Action.CHUNK in allowed and found.head is not None and not found.head.trunks:
+        why += ", and no module that the step calls holds the blocks without the head, which is in chunks"
+    return why
 
 
 def _lost(handle: Handle) -> str:
@@ -133,8 +163,9 @@ def _lost(handle: Handle) -> str:
     if not handle.plan.profile.one_graph:
         return ""
     why = "; ".join(region.counts.why for region in handle.regions if region.counts.fallbacks)
-    if not any(region.counts.calls for region in handle.regions):
-        why = "the step does not call the model itself, but parts of it"
+    if not all(region.counts.calls for region in handle.regions):
+        trunk = ", ".join(filter(None, handle.plan.profile.graph_roots))
+        why = f"the step does not call {trunk or 'the model itself, but parts of it'}"
     return next(filter(None, ranks.gathered(why)), "")
 
 

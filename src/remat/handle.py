@@ -31,7 +31,7 @@ from remat.run.compiled import WHOLE, block_for, compiled_block
 from remat.run.install import Installation, install
 from remat.run.journal import Event, Journal, Stats
 from remat.run.offload import Engine
-from remat.run.onegraph import kept_places
+from remat.run.onegraph import below, kept_places
 from remat.run.outgoing import outgoing
 from remat.run.program import Program
 from remat.run.ranks import Ranks
@@ -40,6 +40,7 @@ from remat.run.recover import Failure, recovering, step_optimizer
 from remat.run.region import PlannedRegion, Variant
 from remat.run.status import Status
 from remat.run.switch import Switchboard
+from remat.show.facts import graph_notes
 from remat.show.text import Report
 from remat.units import format_bytes
 
@@ -175,7 +176,7 @@ class Handle:
     def status(self) -> Status:
         """What each planned region did, counted while it ran."""
         found = status(self.model)
-        return replace(found, notes=(*found.notes, *self.plan.notes))
+        return replace(found, notes=(*found.notes, *graph_notes(self.plan.profile), *self.plan.notes))
 
     def report(self) -> Report:
         """Everything that was decided and measured, for reading: print it, or save it."""
@@ -344,34 +345,41 @@ def _release(version: str) -> str:
 
 
 def _regions(plan: Plan, check: bool) -> list[PlannedRegion]:
-    return [_whole_model(plan, check)] if plan.profile.one_graph else planned_regions(plan, check)
+    if not plan.profile.one_graph:
+        return planned_regions(plan, check)
+    return [_in_one_graph(plan, root, check) for root in plan.profile.graph_roots]
 
 
-def _whole_model(plan: Plan, check: bool) -> PlannedRegion:
-    """The model as one region, whose compiled graph keeps of each block what is planned for it. What is not
-    a compiled block is left to the compiler."""
+def _in_one_graph(plan: Plan, root: str, check: bool) -> PlannedRegion:
+    """The model, or a part of it, as one region, whose compiled graph keeps of each block what is planned for
+    it. What is not a compiled block is left to the compiler."""
     profile = plan.profile
     sets: dict[str, tuple[RegionGraph, Recipe | None]] = {}
     entries: dict[str, Entry] = {}
+    saved_bytes = 0
     for index, call in enumerate(profile.calls):
-        kind = profile.kinds[call.kind]
+        name, kind = below(root, call.name), profile.kinds[call.kind]
+        if name is None:
+            continue
+        saved_bytes += kind.saved_bytes
         if kind.compiler and kind.graph is not None:
             entry = _compiled_entry(kind, plan.entry(index))
-            before = entries.get(call.name)
+            before = entries.get(name)
             if before is None or entry.resident_bytes < before.resident_bytes:
-                entries[call.name] = entry
-                sets[call.name] = (kind.graph, entry.recipe)
+                entries[name] = entry
+                sets[name] = (kind.graph, entry.recipe)
     backends = {kind.compiler for kind in profile.kinds if kind.compiler}
-    block = compiled_block(profile.fingerprint, kept_places(sets), WHOLE + min(backends))
+    made_of = f"{profile.fingerprint} {root}".rstrip()
+    block = compiled_block(made_of, kept_places(sets), WHOLE + min(backends))
     variant = Variant(
         Mode.COMPILED,
-        saved_bytes=sum(profile.kinds[call.kind].saved_bytes for call in profile.calls),
+        saved_bytes=saved_bytes,
         resident_bytes=sum(entry.resident_bytes for entry in entries.values()),
         compiled=block,
-        gradient_gap=max(entry.gradient_gap for entry in entries.values()),
+        gradient_gap=max((entry.gradient_gap for entry in entries.values()), default=0.0),
         inside=tuple(sorted(entries)),
     )
-    return PlannedRegion("", profile.model, {"every signature": variant}, check)
+    return PlannedRegion(root, profile.model, {"every signature": variant}, check)
 
 
 def _compiled_entry(kind: Kind, entry: Entry) -> Entry:

@@ -42,6 +42,7 @@ from remat.records import (
 from remat.run.chunk import chunk_head, find_head
 from remat.run.compiled import CompiledBlock, block_for, decompiled
 from remat.run.fused import can_fuse
+from remat.run.onegraph import calls_of, trunks_of
 from remat.run.quiet import quiet
 from remat.trace.discover import Block, find_blocks
 from remat.trace.survey import Sighting, Species, Survey, frugally, survey, timeline, visiting
@@ -303,7 +304,8 @@ def _chunked_step(
     if head is None:
         return None
     progress("measuring a step with head and loss in chunks")
-    with chunk_head(request.model, head=head[0]) as handle:
+    compiled = [s.name for s in found.sightings if kinds[s.species].compiler]
+    with chunk_head(request.model, head=head[0]) as handle, calls_of(request.model, compiled) as called:
         segments = _whole_step(request, blocks, found, device)[0]
         if not handle.counts.losses or handle.counts.materialised:
             return None
@@ -313,7 +315,8 @@ def _chunked_step(
         gain = _gained(request, blocks, head[0], _compiled_calls(found, kinds, sets), pairs)
     except torch.OutOfMemoryError:
         gain = _gained(request, blocks, head[0], {}, pairs)
-    return HeadChunks(head[0], segments, _without(ranks.agree(gain), seconds))
+    trunks = trunks_of(compiled, head[0], called)
+    return HeadChunks(head[0], segments, _without(ranks.agree(gain), seconds), trunks)
 
 
 def _gained(

@@ -330,6 +330,7 @@ class HeadChunks:
     head: str  # name of the head module
     segments: tuple[Segment, ...]
     step_seconds: float
+    trunks: tuple[str, ...] = ()  # modules that the step calls, without the head, around all blocks
 
 
 @dataclass(frozen=True)
@@ -383,8 +384,16 @@ class Profile(Saveable):
     link: LinkRates | None = None  # to the host, measured only if Action.OFFLOAD is allowed
     host_limit_bytes: int | None = None  # what may wait on the host at one time; None: not known
     passing: tuple[int, ...] = ()  # boundaries made outside of regions, held in backward by who reads them
-    one_graph: bool = False  # compiled blocks are parts of one graph of the whole model
+    one_graph: bool = False  # compiled blocks are parts of one graph, of the model or of its trunk
     schema: int = SCHEMA_VERSION
+
+    @property
+    def graph_roots(self) -> tuple[str, ...]:
+        """The modules that run as one compiled graph each: "" is the model. With the head in chunks, which
+        are not for the compiler, the trunks that it stands on. None: blocks are compiled one by one."""
+        if not self.one_graph:
+            return ()
+        return self.head.trunks if self.chunked and self.head is not None else ("",)
 
 
 @dataclass(frozen=True)

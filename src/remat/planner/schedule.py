@@ -45,8 +45,9 @@ def schedule(
 
 
 def with_chunks(profile: Profile) -> Profile | None:
-    """The profile of the step with head and loss in chunks, if that was measured."""
-    if profile.head is None or profile.chunked:
+    """The profile of the step with head and loss in chunks, if that was measured, and if there is something
+    to compile as one graph without the head."""
+    if profile.head is None or profile.chunked or (profile.one_graph and not profile.head.trunks):
         return None
     return replace(
         profile, segments=profile.head.segments, step_seconds=profile.head.step_seconds, chunked=True
@@ -219,10 +220,13 @@ def _out_of_reach(
     hints = []
     if Action.RECOMPUTE not in allow:
         hints.append("allow recompute")
+    elif profile.one_graph:
+        hints.append("compile blocks one by one with compile=True, which may also offload")
     elif Action.OFFLOAD not in allow and any(e.host_bytes for kind in profile.kinds for e in kind.menu):
         hints.append("allow offload")
     if Action.CHUNK not in allow and point.call < 0 and "head" in point.label:
-        hints.append('allow "chunk" (head and loss in chunks)')
+        rest = ", the rest as one graph" if profile.one_graph else ""
+        hints.append(f'allow "chunk" (head and loss in chunks{rest})')
     if point.phase is Phase.OPTIMIZER and point.working:
         hints.append("give the optimizer foreach=False, or fused=True")
     if largest in ("kept for backward", "working memory") and point.phase is not Phase.OPTIMIZER:

@@ -235,6 +235,7 @@ class Simulator:
         self._unread = unread_outputs(profile)
         self._returned = returned_inputs(profile)
         self._labels = [_label(profile, segment) for segment in profile.segments]
+        self._added_at_once = _head_gradients(profile) if profile.chunked else 0
 
     def run(self, choices: Sequence[int]) -> Timeline:
         profile = self.profile
@@ -254,7 +255,9 @@ class Simulator:
                 above = segment_peak(segment, entry, reference, self._returned[segment.call])
             # Under accumulation all gradients are there from the start. New ones are made and added to them,
             # so their bytes are a part of the segment's own peak, but not of any later level.
-            present = profile.step.gradients if profile.accumulate else gradients
+            present = gradients
+            if profile.accumulate:
+                present = profile.step.gradients + self._unadded(gradients)
             start = profile.step.resident + segment.start_bytes + (present - gradients) + shift + held
             points.append(_point(profile, label, segment, start, above, present, held))
             gradients = segment.gradient_bytes
@@ -271,6 +274,11 @@ class Simulator:
             + (0.0 if link is None else link.waited_seconds),
             link=link,
         )
+
+    def _unadded(self, gradients: int) -> int:
+        """Of these new gradients, what waits to be added to those that are there. A compiled graph hands them
+        all over when its backward has ended; a head in chunks is not part of it."""
+        return max(gradients - self._added_at_once, 0) if self.profile.graph_roots else 0
 
     def _shifts(self, chosen: Sequence[Entry]) -> list[int]:
         """By how much the level at the start of each segment differs from the measured step's."""
@@ -364,6 +372,17 @@ def _optimizer_point(profile: Profile) -> Point:
         kept=left,
         working=step.optimizer_temporary,
     )
+
+
+def _head_gradients(profile: Profile) -> int:
+    """Bytes of the gradients that exist when the backward of the first region begins."""
+    backward = (segment for segment in profile.segments if segment.phase is Phase.BACKWARD)
+    found = 0
+    for segment in backward:
+        if segment.call >= 0:
+            break
+        found = segment.gradient_bytes
+    return found
 
 
 def call_label(call: RegionCall) -> str:

@@ -1,28 +1,88 @@
-"""A whole model as one compiled graph, in which each block has the saved set that was planned for it.
+"""A model, or its trunk, as one compiled graph, in which each block has the saved set planned for it.
 
 Blocks that are compiled one by one cost the host a call each, and nothing is fused across them: where the
 device waits for the host, that is most of the time. In the graph of the whole model a block is known by the
 modules that its operations come from. What leaves a block for another is saved, as it is between blocks that
 are compiled alone; what lies outside of all blocks is left to the compiler.
+
+A head in chunks is not for the compiler. The graph then is that of the trunk, the module around all blocks and
+without the head; blocks are known by their paths below it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from remat.records import Recipe, RegionGraph
 from remat.trace.joint import Joint, kept_labels, labels, readers
 
-__all__ = ["blocks_in", "blocks_of", "kept_places", "placed_decisions"]
+__all__ = [
+    "below",
+    "blocks_in",
+    "blocks_of",
+    "calls_of",
+    "kept_places",
+    "placed_decisions",
+    "trunks_of",
+]
 
 _PLACE = "|"  # between the name of a block and the label of one of its operations
-# How the compiler writes where a module is: L['bound'][0].model.layers.slice(None, 12, None)._modules['0']
-_INDEX = re.compile(r"\[['\"]?(\w+)['\"]?\]")
-_SLICE = re.compile(r"\.slice\([^)]*\)")
-_ROOTS = ("L.bound.0.", "L.self.")  # what run/compiled.py calls the model, and what a module calls itself
+
+
+# ---------------------------------------------------------------------------------------------- the trunk
+
+
+@contextmanager
+def calls_of(model: nn.Module, blocks: Iterable[str]) -> Iterator[set[str]]:
+    """The names of those modules around these blocks that are called inside of this context."""
+    called: set[str] = set()
+    hooks = []
+    modules = dict(model.named_modules())
+    for name in {around for block in blocks for around in _around(block) if around in modules}:
+
+        def note(module: nn.Module, args: Any, name: str = name) -> None:
+            called.add(name)
+
+        hooks.append(modules[name].register_forward_pre_hook(note))
+    try:
+        yield called
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def trunks_of(blocks: Iterable[str], head: str, called: Collection[str]) -> tuple[str, ...]:
+    """The outermost modules that the step calls and that hold blocks, but not the head: one, as a rule, or an
+    encoder and a decoder. None, if there is a block without such a module around it."""
+    found: dict[str, None] = {}
+    for block in blocks:
+        outside = (name for name in _around(block) if below(name, head) is None and name in called)
+        trunk = next(outside, None)
+        if trunk is None:
+            return ()
+        found[trunk] = None
+    return tuple(found)
+
+
+def _around(block: str) -> list[str]:
+    """The names of the modules that a block lies in, the model itself aside, from the outermost on."""
+    steps = block.split(".")
+    return [".".join(steps[:depth]) for depth in range(1, len(steps))]
+
+
+def below(root: str, name: str) -> str | None:
+    """The name of a module as `root`, which it lies in, or is, knows it; "" is the model. None: elsewhere."""
+    if not root or name == root:
+        return name if not root else ""
+    return name.removeprefix(f"{root}.") if name.startswith(f"{root}.") else None
+
+
+# ------------------------------------------------------------------------------------------ what is kept
 
 
 def kept_places(sets: Mapping[str, tuple[RegionGraph, Recipe | None]]) -> frozenset[str]:
@@ -66,22 +126,50 @@ def _leaves(node: fx.Node, home: Mapping[fx.Node, str]) -> bool:
     return any(home.get(reader, home[node]) != home[node] for reader in readers(node))
 
 
+# --------------------------------------------------------------------------------------- which block it is
+
+# How the compiler writes where it found a module, in torch 2.11 to 2.13: its local variable, then attributes
+# and items, some as calls: L['bound'][0].model.layers.slice(None, 12, None)._modules['0']
+_CALLED = re.compile(
+    r"(?:getattr|object\.__getattribute__|(?:dict|list|tuple)\.__getitem__)"
+    r"\(([^(),]+), ['\"]?(\w+)['\"]?\)"
+)
+_SLICE = re.compile(r"\.slice\([^)]*\)")
+_INDEX = re.compile(r"\[['\"]?(\w+)['\"]?\]")
+_TABLES = re.compile(r"(?:\.__dict__)?\._modules\b")
+_OURS = "L.bound.0."  # what run/compiled.py calls the root of the graph
+# Behind a break, the compiler goes on in a function of some module's, or of a wrapper around it.
+_SOMEBODY = re.compile(r"L\.(?:self|module|mod|args\.0|\w+\.__self__)\.")
+
+
 def _block_of(node: fx.Node, blocks: Collection[str]) -> str:
     """The innermost block that made this node; "": none."""
     stack = node.meta.get("nn_module_stack") or {}
-    found = (_named(_module_path(str(entry[0])), blocks) for entry in reversed(stack.values()))
+    found = (_named(*_module_path(_text(entry)), blocks) for entry in reversed(stack.values()))
     return next(filter(None, found), "")
 
 
-def _named(path: str, blocks: Collection[str]) -> str:
-    """The one block with this path. Where a graph breaks, it begins below the model, and its paths, too."""
+def _text(entry: Any) -> str:
+    """Entries are (where the module is, its class)."""
+    return str(entry[0]) if isinstance(entry, (tuple, list)) and entry else str(entry)
+
+
+def _named(path: str, rooted: bool, blocks: Collection[str]) -> str:
+    """The one block with this path. Where a graph breaks, it begins below its root, and its paths, too."""
+    if rooted:
+        return path if path in blocks else ""
     found = [name for name in blocks if path and (name == path or name.endswith(f".{path}"))]
     return found[0] if len(found) == 1 else ""
 
 
-def _module_path(text: str) -> str:
-    """The path of a module, from where the compiler found it."""
-    path = _INDEX.sub(r".\1", _SLICE.sub("", text))
-    path = path.replace(".__dict__._modules", "").replace("._modules", "")
-    root = next((root for root in _ROOTS if path.startswith(root)), None)
-    return "" if root is None else path.removeprefix(root)
+def _module_path(text: str) -> tuple[str, bool]:
+    """The path of a module, from where the compiler found it, and whether it begins at the root of the graph;
+    ("", False) where that is not understood."""
+    path, before = text, ""
+    while path != before:
+        before, path = path, _CALLED.sub(r"\1.\2", path)
+    path = _TABLES.sub("", _INDEX.sub(r".\1", _SLICE.sub("", path)))
+    if path.startswith(_OURS):
+        return path.removeprefix(_OURS), True
+    root = _SOMEBODY.match(path)
+    return (path[root.end() :], False) if root else ("", False)

@@ -20,7 +20,7 @@ from remat.units import format_bytes
 if TYPE_CHECKING:
     from remat.show.text import Report
 
-__all__ = ["comparison", "environment_rows", "facts", "notes_of", "trade_off"]
+__all__ = ["comparison", "environment_rows", "facts", "graph_notes", "notes_of", "trade_off"]
 
 _MOST_POINTS, _LEAST_POINTS = 20, 5  # of the frontier
 _CALLS_PER_SECOND = 480  # planned per second or so: what a frontier may take
@@ -60,13 +60,23 @@ def facts(report: Report) -> dict[str, Any]:
 
 def notes_of(plan: Plan) -> list[str]:
     head = plan.profile.head
-    chunks = []
+    chunks = graph_notes(plan.profile)
     if plan.profile.chunked and head is not None:
-        chunks = [f"{head.head} and the loss run in chunks: gradients equal within rounding, not to the bit"]
+        chunks.append(
+            f"{head.head} and the loss run in chunks: gradients equal within rounding, not to the bit"
+        )
     parts = {plan.entry(call).part for call in range(len(plan.choices))} - {""}
     if parts:
         chunks.append(f"{', '.join(sorted(parts))} of some regions runs in chunks: equal within rounding")
     return [*chunks, *plan.profile.notes, *plan.notes]
+
+
+def graph_notes(profile: Profile) -> list[str]:
+    """What is compiled as one graph, if anything is."""
+    if profile.one_graph and not profile.chunked:
+        return ["the model is compiled as one graph"]
+    head = "" if profile.head is None else f"; {profile.head.head} and the loss run eagerly"
+    return [f"the trunk {root} is compiled as one graph{head}" for root in profile.graph_roots]
 
 
 def environment_rows(environment: Environment) -> list[list[str]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import remat
 from models import Case, squared
@@ -100,7 +100,8 @@ def test_what_is_saved_differs_by_what_the_sets_differ() -> None:
     assert sizes[0] > sizes[-1]
 
     def whole(sets: list[int]) -> int:
-        with remat.apply(case.model, plan_of(found, sets)):
+        planned = replace(plan_of(found, sets), budget_bytes=0)  # to spare, for the compiler's own choice
+        with remat.apply(case.model, planned):
             return held(case, case.model)
 
     last = len(sizes) - 1
@@ -144,7 +145,7 @@ def test_a_graph_that_breaks_behind_the_blocks() -> None:
 
 
 def test_blocks_that_are_not_found_are_compiled_one_by_one(monkeypatch: Any) -> None:
-    monkeypatch.setattr(onegraph, "_module_path", lambda text: "")
+    monkeypatch.setattr(onegraph, "_module_path", lambda text: ("", False))
     case = stack(layers=4)
     plain = copy.deepcopy(case.model)
     with remat.fit(case.model, case.batch, loss=squared, activations=0.5, compile=WHOLE) as handle:
@@ -223,7 +224,6 @@ def test_other_lengths_and_evaluation() -> None:
     ("options", "message"),
     [
         ({"allow": ("keep", "recompute", "offload")}, "one graph, where offload cannot be"),
-        ({"allow": ("keep", "recompute", "chunk")}, "one graph, where chunk cannot be"),
         ({"compile": "whole+magic"}, "one of 'inductor', 'aot_eager', 'whole'"),
         ({"compile": "whole+whole"}, "one of 'inductor', 'aot_eager', 'whole'"),
         ({"compile": 3}, "one of 'inductor', 'aot_eager', 'whole'"),
@@ -251,23 +251,91 @@ def test_where_the_device_waits_the_report_names_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "path"),
+    ("text", "path", "rooted"),
     [
-        ("L['bound'][0].model.layers.3.mlp", "model.layers.3.mlp"),
-        ("L['bound'][0].model.layers.slice(None, 12, None)._modules['3']", "model.layers.3"),
-        ("L['self'].h[3]", "h.3"),
-        ("L['bound'][0].__dict__['_modules']['inner'].h.3", "inner.h.3"),  # its own attributes are written to
-        ("G['other'].h.3", ""),
+        ("L['bound'][0].model.layers.3.mlp", "model.layers.3.mlp", True),
+        ("L['bound'][0].model.layers.slice(None, 12, None)._modules['3']", "model.layers.3", True),
+        ("L['bound'][0]._modules['model']._modules['layers']._modules['3']", "model.layers.3", True),
+        (
+            "L['bound'][0].__dict__['_modules']['inner'].h.3",
+            "inner.h.3",
+            True,
+        ),  # its attributes are written to
+        ("getattr(L['bound'][0].model.layers, '3').mlp", "model.layers.3.mlp", True),
+        ("getattr(getattr(L['bound'][0].stages, '1').layers, '3')", "stages.1.layers.3", True),
+        ("dict.__getitem__(L['bound'][0]._modules, 'h')[3]", "h.3", True),
+        ("list.__getitem__(L['self'].layers, 3)", "layers.3", False),
+        ("L['self'].h[3]", "h.3", False),
+        ('L["self"].h["3"].mlp', "h.3.mlp", False),
+        ("L['fn'].__self__.h.3", "h.3", False),
+        ("L['args'][0].h.3", "h.3", False),
+        ("L['self']", "", False),
+        ("L['bound'][0]", "", False),
+        ("G['other'].h.3", "", False),
+        ("L['x'].h.3", "", False),
+        (
+            "L__self___model_layers_3",
+            "",
+            False,
+        ),  # the compiler's own name of it, from which no path can be had
+        ("list(dict.values(L['self']._modules))[3].mlp", "", False),
     ],
 )
-def test_where_the_compiler_found_a_module(text: str, path: str) -> None:
-    assert onegraph._module_path(text) == path
+def test_where_the_compiler_found_a_module(text: str, path: str, rooted: bool) -> None:
+    assert onegraph._module_path(text) == (path, rooted)
 
 
 def test_a_path_that_several_blocks_end_with_names_none() -> None:
-    assert onegraph._named("h.0", {"a.h.0", "a.h.1"}) == "a.h.0"
-    assert onegraph._named("h.0", {"a.h.0", "b.h.0"}) == ""
-    assert onegraph._named("", {"a.h.0"}) == ""
+    assert onegraph._named("h.0", False, {"a.h.0", "a.h.1"}) == "a.h.0"
+    assert onegraph._named("h.0", False, {"a.h.0", "b.h.0"}) == ""
+    assert onegraph._named("h.0", False, {"h.0", "b.h.0"}) == ""
+    assert onegraph._named("", False, {"a.h.0"}) == ""
+
+
+def test_a_path_from_the_root_names_the_block_with_just_that_name() -> None:
+    assert onegraph._named("h.0", True, {"h.0", "b.h.0"}) == "h.0"
+    assert onegraph._named("h.0", True, {"a.h.0", "a.h.1"}) == ""
+
+
+def test_entries_of_the_stack_of_modules_that_are_no_pairs_name_none() -> None:
+    node = fx.Graph().placeholder("x")
+    for stack_of in ({"k": ("L['bound'][0].h.0", nn.Linear)}, {"k": ["L['bound'][0].h.0"]}):
+        node.meta["nn_module_stack"] = stack_of
+        assert onegraph._block_of(node, {"h.0"}) == "h.0"
+    for stack_of in ({"k": ()}, {"k": 3}, {"k": "L__self___h_0"}, {}, None):
+        node.meta["nn_module_stack"] = stack_of
+        assert onegraph._block_of(node, {"h.0"}) == ""
+
+
+def stock_bytes(case: Case) -> int:
+    """What torch.compile, splitting by its own choice, holds for backward."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._functorch.partitioners import min_cut_rematerialization_partition as split
+
+    backend = aot_autograd(fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=split)
+    model = copy.deepcopy(case.model)
+    output = torch.compile(model, backend=backend)(case.batch)
+    found = saved_bytes(model, case.batch, output)
+    assert found is not None
+    return found
+
+
+def test_with_budget_to_spare_the_graph_is_the_compilers_own() -> None:
+    """And without, it holds no more than planned."""
+    case = stack(layers=4)
+    found = profile(case, case.model)
+    stock = stock_bytes(case)
+    sizes = {}
+    for budget in (1 << 40, 0):
+        plan = replace(plan_of(found, [0] * 4), budget_bytes=budget)
+        with remat.apply(case.model, plan):
+            sizes[budget] = held(case, case.model)
+    assert sizes[1 << 40] == stock
+    assert sizes[0] <= stock
+    plain = copy.deepcopy(case.model)
+    with remat.apply(case.model, plan_of(found, [0, 1, 0, 1])):
+        assert_same(step(case, plain), step(case, case.model))
 
 
 @needs_compiler

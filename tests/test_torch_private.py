@@ -266,7 +266,9 @@ def _saved_by(decide: object) -> tuple[list[tuple[int, ...]], list[str]]:
     """Shapes that the compiled graph saves, and what its joint graph consists of."""
     targets: list[str] = []
 
-    def look(joint: torch.fx.GraphModule, parameters: object, outputs: int) -> dict[torch.fx.Node, bool]:
+    def look(
+        joint: torch.fx.GraphModule, parameters: object, outputs: int, stock: private.Stock
+    ) -> dict[torch.fx.Node, bool]:
         nodes = [node for node in joint.graph.nodes if node.op == "call_function"]
         targets.extend(str(node.target) for node in nodes)
         assert outputs == 1
@@ -294,6 +296,31 @@ def test_compile_joint_saves_what_it_is_told_to_save() -> None:
     assert targets.count("aten.mm.default") >= 4  # forward's and backward's
     products, _ = _saved_by(lambda target: target == "aten.mm.default")
     assert products == [(4, 4), (6, 4), (6, 4), (6, 4)]
+
+
+def test_what_the_compiler_would_save_by_itself() -> None:
+    """Asking changes nothing about the graph that is asked about."""
+    seen: list[set[str]] = []
+
+    def look(joint: Any, parameters: Any, outputs: int, stock: private.Stock) -> dict[Any, bool]:
+        before = str(joint.graph)
+        tanh = next(node for node in joint.graph.nodes if "tanh" in str(node.target))
+        for decided in ({}, {tanh: True}, {tanh: False}):
+            found = stock(decided)
+            assert found <= set(joint.graph.nodes)
+            seen.append({str(node.target).split(".")[1] for node in found if node.op == "call_function"})
+        assert str(joint.graph) == before
+        assert not any("recompute" in node.meta for node in joint.graph.nodes)
+        return {}
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        return private.compile_joint(graph, inputs, look, "pinned", "aot_eager")
+
+    x, w = torch.randn(6, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    torch.compile(lambda x, w: _two_products(x, w), backend=backend)(x, w).sum().backward()
+    assert "tanh" in seen[1]
+    assert "tanh" not in seen[2]
+    assert "mm" in seen[0]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
@@ -471,7 +498,7 @@ def test_a_launch_without_detours_runs_the_kernel() -> None:
 def test_the_inputs_that_a_compiled_forward_writes_to_are_marked() -> None:
     found: list[bool] = []
 
-    def look(joint: Any, parameters: Any, outputs: int) -> dict[Any, bool]:
+    def look(joint: Any, parameters: Any, outputs: int, stock: Any) -> dict[Any, bool]:
         primals = [node for node in joint.graph.nodes if str(node.target).startswith("primals")]
         found.extend(bool(node.meta.get(private.WRITTEN)) for node in primals)
         # Left alone, the compiler would take the copy again from what forward has written over.

@@ -5,6 +5,7 @@ tests/test_torch_private.py pins what each one does, so that a new torch version
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.util
 import inspect
@@ -23,6 +24,7 @@ from torch.utils import _python_dispatch, _pytree
 
 __all__ = [
     "WRITTEN",
+    "Stock",
     "StopRecomputation",
     "active_saved_tensors_hooks",
     "after_accumulation",
@@ -53,6 +55,7 @@ __all__ = [
     "keeps_graph",
     "label_allocations",
     "partitioner_problem",
+    "recompile_limit",
     "record_allocations",
     "run_backward",
     "save_allocations",
@@ -285,7 +288,9 @@ def save_allocations(path: str) -> None:
 #
 # torch._dynamo, torch._inductor and torch._functorch are imported inside the functions: they take a second.
 
-Decide = Callable[[torch.fx.GraphModule, Sequence[int], int], Mapping[torch.fx.Node, bool]]
+Decisions = Mapping[torch.fx.Node, bool]
+Stock = Callable[[Decisions], frozenset[torch.fx.Node]]
+Decide = Callable[[torch.fx.GraphModule, Sequence[int], int, Stock], Decisions]
 
 
 def compiler_problem(device_type: str, backend: str = "inductor") -> str:
@@ -339,10 +344,11 @@ def compile_joint(
     """Compile what dynamo captured; of the joint graph of forward and backward, `decide` says which values
     are saved for backward (True) and which are computed again (False).
 
-    `decide(joint, parameters, outputs)`: the joint graph, which of its primals are parameters as far as the
-    compiler knows, and how many of its outputs are those of forward. `key` names the decision in the
-    compiler's caches on disk. A decision for a node that yields no tensor, or a view, is not looked at.
-    Primals that forward writes to have WRITTEN in their `meta`.
+    `decide(joint, parameters, outputs, stock)`: the joint graph, which of its primals are parameters as far
+    as the compiler knows, how many of its outputs are those of forward, and a function of some decisions that
+    tells which nodes the compiler would save with nothing else decided (it takes as long as splitting the
+    graph does). `key` names the decision in the compiler's caches on disk. A decision for a node that yields
+    no tensor, or a view, is not looked at. Primals that forward writes to have WRITTEN in their `meta`.
     """
 
     def partition(joint: torch.fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
@@ -355,21 +361,34 @@ def compile_joint(
         joint.graph.eliminate_dead_code()
         joint.graph = fx_graph_cse(joint.graph)  # as the partitioner itself would: nodes must not change
         static = options.get("static_lifetime_input_indices") or ()
-        decisions = decide(joint, static, options["num_fwd_outputs"])
-        for node, keep in decisions.items():
-            mark = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.MUST_RECOMPUTE
-            node.meta["recompute"] = mark
-        for node in joint.graph.nodes:
-            if node.target is operator.getitem and "recompute" in node.args[0].meta:
-                node.meta["recompute"] = node.args[0].meta["recompute"]
-        # The stock budget would overrule the marks. And attention is tagged as random also where it drops
-        # nothing: the partitioner would save the generator's state for it. What is random is saved here. Only
-        # one thread at a time compiles.
-        with (
-            config.patch(activation_memory_budget=1.0),
-            mock.patch.object(partitioners, "has_recomputable_rng_ops", return_value=False),
-        ):
-            return partitioners.min_cut_rematerialization_partition(joint, joint_inputs, **options)
+        outputs = options["num_fwd_outputs"]
+
+        def split(module: torch.fx.GraphModule, decisions: Mapping[str, bool]) -> Any:
+            for node in module.graph.nodes:
+                if node.name in decisions:
+                    keep = decisions[node.name]
+                    mark = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.MUST_RECOMPUTE
+                    node.meta["recompute"] = mark
+                if node.target is operator.getitem and "recompute" in node.args[0].meta:
+                    node.meta["recompute"] = node.args[0].meta["recompute"]
+            # The stock budget would overrule the marks. And attention is tagged as random also where it drops
+            # nothing: the partitioner would save the generator's state for it. What is random is saved here.
+            # Only one thread at a time compiles.
+            with (
+                config.patch(activation_memory_budget=1.0),
+                mock.patch.object(partitioners, "has_recomputable_rng_ops", return_value=False),
+            ):
+                return partitioners.min_cut_rematerialization_partition(module, joint_inputs, **options)
+
+        def stock(decisions: Decisions) -> frozenset[torch.fx.Node]:
+            twin = torch.fx.GraphModule(joint, copy.deepcopy(joint.graph))
+            forward, _ = split(twin, {node.name: keep for node, keep in decisions.items()})
+            results = forward.graph.output_node().args[0][outputs:]
+            saved = {node.name for node in results if isinstance(node, torch.fx.Node)}
+            return frozenset(node for node in joint.graph.nodes if node.name in saved)
+
+        decisions = decide(joint, static, outputs, stock)
+        return split(joint, {node.name: keep for node, keep in decisions.items()})
 
     if backend == "inductor":
         from torch._inductor.compile_fx import compile_fx
@@ -441,6 +460,13 @@ def strict_recompile_limit() -> AbstractContextManager[None]:
     if config.suppress_errors:  # the compiler refuses both together
         return nullcontext()
     return config.patch(fail_on_recompile_limit_hit=True)  # type: ignore[no-any-return]
+
+
+def recompile_limit() -> int:
+    """How often the compiler compiles one function."""
+    from torch._dynamo import config
+
+    return int(config.recompile_limit)
 
 
 def is_optimized_module(module: torch.nn.Module) -> bool:

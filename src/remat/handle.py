@@ -20,6 +20,7 @@ from remat.check.snapshot import snapshot
 from remat.check.step import fingerprint
 from remat.check.untouched import Outside, parameters_of
 from remat.check.verify import Verification
+from remat.compiling import internal_bytes
 from remat.errors import InputError, PlanError, RecoveryError, RematError
 from remat.offloading import engine_for
 from remat.planner.bounds import least_budget
@@ -31,7 +32,7 @@ from remat.run.compiled import WHOLE, block_for, compiled_block
 from remat.run.install import Installation, install
 from remat.run.journal import Event, Journal, Stats
 from remat.run.offload import Engine
-from remat.run.onegraph import below, kept_places
+from remat.run.onegraph import KeptOf, below, kept_places
 from remat.run.outgoing import outgoing
 from remat.run.program import Program
 from remat.run.ranks import Ranks
@@ -354,9 +355,10 @@ def _in_one_graph(plan: Plan, root: str, check: bool) -> PlannedRegion:
     """The model, or a part of it, as one region, whose compiled graph keeps of each block what is planned for
     it. What is not a compiled block is left to the compiler."""
     profile = plan.profile
-    sets: dict[str, tuple[RegionGraph, Recipe | None]] = {}
+    sets: dict[str, KeptOf] = {}
     entries: dict[str, Entry] = {}
     saved_bytes = 0
+    spare_bytes = max(plan.budget_bytes - simulate(profile, plan.choices).peak_bytes, 0)
     for index, call in enumerate(profile.calls):
         name, kind = below(root, call.name), profile.kinds[call.kind]
         if name is None:
@@ -367,7 +369,7 @@ def _in_one_graph(plan: Plan, root: str, check: bool) -> PlannedRegion:
             before = entries.get(name)
             if before is None or entry.resident_bytes < before.resident_bytes:
                 entries[name] = entry
-                sets[name] = (kind.graph, entry.recipe)
+                sets[name] = _kept_of(kind, kind.graph, entry, spare_bytes // len(profile.calls))
     backends = {kind.compiler for kind in profile.kinds if kind.compiler}
     made_of = f"{profile.fingerprint} {root}".rstrip()
     block = compiled_block(made_of, kept_places(sets), WHOLE + min(backends))
@@ -382,10 +384,20 @@ def _in_one_graph(plan: Plan, root: str, check: bool) -> PlannedRegion:
     return PlannedRegion(root, profile.model, {"every signature": variant}, check)
 
 
+def _kept_of(kind: Kind, graph: RegionGraph, entry: Entry, spare_bytes: int) -> KeptOf:
+    """Where the largest saved set is planned, the compiler may choose its own, within what is planned and
+    what the budget leaves to each block: no set is faster."""
+    if entry.recipe is None or entry is not _largest_set(kind):
+        return KeptOf(graph, entry.recipe)
+    return KeptOf(graph, entry.recipe, internal_bytes(graph, entry.recipe) + spare_bytes)
+
+
 def _compiled_entry(kind: Kind, entry: Entry) -> Entry:
     """An eager entry's place is taken by the largest saved set where everything is kept."""
-    if entry.mode is not Mode.KEEP:
-        return entry
+    return entry if entry.mode is not Mode.KEEP else _largest_set(kind)
+
+
+def _largest_set(kind: Kind) -> Entry:
     sets = (other for other in kind.menu if other.mode is Mode.COMPILED and not other.host_bytes)
     return max(sets, key=lambda other: other.resident_bytes)
 

@@ -306,6 +306,10 @@ class Simulator:
         for passing in self._passing:
             if not passing.held(chosen[passing.consumer]):
                 between(passing.first, passing.last, -passing.nbytes)
+        last = self._spans[-1] if self._spans and self.profile.chunked and self.profile.graph_roots else None
+        if last is not None:  # what the head hands to the trunk's graph stays as long as its backward runs
+            handed = sum(self.profile.boundary_bytes[output] for output in self.profile.calls[-1].outputs)
+            between(last.backward + 1, len(self.profile.segments) - 1, handed)
 
         levels, level = [], 0
         for change in changes[:-1]:

@@ -112,8 +112,7 @@ class CompiledBlock:
         """Run `forward`, the module's own, compiled."""
         if self._run is None:
             self._run = self._made()
-        whole = self.backend.startswith(WHOLE)
-        with private.strict_recompile_limit() if whole else nullcontext():
+        with private.strict_recompile_limit() if self._may_reach_limit() else nullcontext():
             function, bound = _code_of(module, forward)
             self._code = getattr(function, "__code__", None)
             output = self._run(function, bound, args, kwargs)
@@ -121,6 +120,12 @@ class CompiledBlock:
         if meters:
             _show(meters, module, (args, kwargs), output)
         return output
+
+    def _may_reach_limit(self) -> bool:
+        """Whether this call may be one compilation too many. Not where the model is one graph that was
+        compiled once, and its code is nobody else's: then the limit, which takes longer to watch than some
+        models to call, is far off. (Parts behind a break are code that others may have had compiled.)"""
+        return self.backend.startswith(WHOLE) and (self.graphs != 1 or private.recompile_limit() < 2)
 
     def _made(self) -> Callable[..., Any]:
         if self.backend.startswith(WHOLE):  # a graph break costs time, and nothing else
@@ -137,13 +142,15 @@ class CompiledBlock:
         """The backend that dynamo calls with what it captured."""
         self.graphs += 1
 
-        def decide(joint: fx.GraphModule, parameters: Sequence[int], outputs: int) -> Mapping[fx.Node, bool]:
+        def decide(
+            joint: fx.GraphModule, parameters: Sequence[int], outputs: int, stock: private.Stock
+        ) -> Mapping[fx.Node, bool]:
             found = read_joint(joint, parameters, outputs)
             if not self.backend.startswith(WHOLE):
                 return decisions(found, self.keep)
             before = self._found.get(self._code, frozenset())
             self._found[self._code] = before | blocks_in(found, self.keep)
-            return placed_decisions(found, self.keep)
+            return placed_decisions(found, self.keep, stock)
 
         return private.compile_joint(graph, inputs, decide, self.key, self.backend.removeprefix(WHOLE))
 
@@ -257,7 +264,9 @@ def probe(
     def look(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         parameters = {i for i, t in enumerate(inputs) if _is_resident(t, resident)}
 
-        def decide(joint: fx.GraphModule, static: Sequence[int], outputs: int) -> Mapping[fx.Node, bool]:
+        def decide(
+            joint: fx.GraphModule, static: Sequence[int], outputs: int, stock: private.Stock
+        ) -> Mapping[fx.Node, bool]:
             places = [_place(inputs, tensor) for tensor in given]
             found.append(read_joint(joint, parameters | set(static), outputs, places))
             raise _SeenError

@@ -5,23 +5,26 @@ device waits for the host, that is most of the time. In the graph of the whole m
 modules that its operations come from. What leaves a block for another is saved, as it is between blocks that
 are compiled alone; what lies outside of all blocks is left to the compiler.
 
-A head in chunks is not for the compiler. The graph then is that of the trunk, the module around all blocks and
-without the head; blocks are known by their paths below it.
+A head in chunks is not for the compiler. The graph then is that of the trunk, the module around all blocks
+and without the head; blocks are known by their paths below it.
 """
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx, nn
 
 from remat.records import Recipe, RegionGraph
-from remat.trace.joint import Joint, kept_labels, labels, readers
+from remat.trace.joint import Joint, is_view, kept_labels, labels, made_bytes, readers
 
 __all__ = [
+    "KeptOf",
     "below",
     "blocks_in",
     "blocks_of",
@@ -32,6 +35,11 @@ __all__ = [
 ]
 
 _PLACE = "|"  # between the name of a block and the label of one of its operations
+_OWN = (
+    "own choice up to "  # a label: the compiler may choose what it saves of this block, up to so many bytes
+)
+_PADDING = 0.03  # by which the compiler's own choice may be larger than planned
+_NOTHING = 1 / 128  # of a block's largest value: smaller ones that the compiler would save are saved
 
 
 # ---------------------------------------------------------------------------------------------- the trunk
@@ -85,13 +93,25 @@ def below(root: str, name: str) -> str | None:
 # ------------------------------------------------------------------------------------------ what is kept
 
 
-def kept_places(sets: Mapping[str, tuple[RegionGraph, Recipe | None]]) -> frozenset[str]:
-    """What is kept of each block, by name; without a recipe nothing but what leaves it."""
+@dataclass(frozen=True)
+class KeptOf:
+    """What a plan keeps of one block. `recipe`: None keeps nothing but what leaves it. `own_bytes`: what the
+    compiler may save of it by its own choice, which is faster than any other; None: it has no choice."""
+
+    graph: RegionGraph
+    recipe: Recipe | None
+    own_bytes: int | None = None
+
+
+def kept_places(sets: Mapping[str, KeptOf]) -> frozenset[str]:
+    """What is kept of each block, by name."""
     found = set()
-    for name, (graph, recipe) in sets.items():
+    for name, kept in sets.items():
         found.add(name + _PLACE)
-        if recipe is not None:
-            found |= {name + _PLACE + label for label in kept_labels(graph, recipe, placed=True)}
+        if kept.own_bytes is not None:
+            found.add(f"{name}{_PLACE}{_OWN}{kept.own_bytes}")
+        if kept.recipe is not None:
+            found |= {name + _PLACE + label for label in kept_labels(kept.graph, kept.recipe, placed=True)}
     return frozenset(found)
 
 
@@ -106,24 +126,71 @@ def blocks_in(joint: Joint, keep: Collection[str]) -> frozenset[str]:
     return frozenset(filter(None, (_block_of(node, blocks) for node in joint.nodes)))
 
 
-def placed_decisions(joint: Joint, keep: Collection[str]) -> dict[fx.Node, bool]:
-    """For every node of forward that makes tensors inside of a block: is it saved? Those that cannot be
-    computed again always are; for all others any decision gives right gradients."""
+def placed_decisions(
+    joint: Joint, keep: Collection[str], stock: Callable[[Mapping[fx.Node, bool]], Collection[fx.Node]]
+) -> dict[fx.Node, bool]:
+    """For nodes of forward that make tensors inside of a block: is it saved? Those that cannot be computed
+    again always are; for all others any decision gives right gradients. Nothing is decided for blocks that
+    are left to the compiler: those for which its own choice, `stock` of what is decided anyway, is no larger
+    than planned. And what it would save of the others and is as good as nothing (statistics of a norm) is
+    saved: to compute it again takes a kernel."""
     blocks = blocks_of(keep)
     home = {node: _block_of(node, blocks) for node in joint.nodes}
-    found = {node: False for node in joint.backward if _block_of(node, blocks)}
+    always = {node: True for op, node in zip(joint.graph.ops, joint.nodes, strict=True) if not op.replayable}
+    saved = {_shown(node) for node in stock(always)}
+    chosen = {_maker(node) for node in saved}
+    left = _left_to_compiler(keep, home, saved)
+    found = {node: False for node in joint.backward if _block_of(node, blocks) not in ("", *left)}
     pairs = list(zip(joint.graph.ops, joint.nodes, strict=True))
     for name in blocks:
         inside = [(op, node) for op, node in pairs if home[node] == name]
         named = labels((op for op, _ in inside), placed=True)
+        small = max((made_bytes(node) for _, node in inside), default=0) * _NOTHING
         for (op, node), label in zip(inside, named, strict=True):
-            found[node] = not op.view and (name + _PLACE + label in keep or _leaves(node, home))
-    return {**found, **{node: True for op, node in pairs if not op.replayable}}
+            leaves = _leaves(node, home)
+            if name in left:
+                if leaves - left and not op.view:  # a block that is planned begins with it
+                    found[node] = True
+                continue
+            statistic = node in chosen and made_bytes(node) <= small
+            found[node] = not op.view and (name + _PLACE + label in keep or bool(leaves) or statistic)
+    return {**found, **always}
 
 
-def _leaves(node: fx.Node, home: Mapping[fx.Node, str]) -> bool:
-    """Whether another part of forward reads it."""
-    return any(home.get(reader, home[node]) != home[node] for reader in readers(node))
+def _left_to_compiler(
+    keep: Collection[str], home: Mapping[fx.Node, str], saved: Iterable[fx.Node]
+) -> frozenset[str]:
+    """The blocks that the compiler may choose for, if it would save no more of them than it may. What leaves
+    a block is saved in any case."""
+    most: dict[str, int] = {}
+    for place in keep:
+        name, _, label = place.partition(_PLACE)
+        if label.startswith(_OWN):
+            most[name] = int(label.removeprefix(_OWN))
+    inside = (node for node in saved if home.get(_maker(node)) in most and not _leaves(node, home))
+    return (
+        frozenset(most)
+        if sum(map(made_bytes, inside)) <= (1 + _PADDING) * sum(most.values())
+        else frozenset()
+    )
+
+
+def _leaves(node: fx.Node, home: Mapping[fx.Node, str]) -> set[str]:
+    """The other parts of forward that read it."""
+    here = home[_maker(node)]
+    return {home.get(reader, here) for reader in readers(node)} - {here}
+
+
+def _shown(node: fx.Node) -> fx.Node:
+    """What a view shows."""
+    while node.op == "call_function" and is_view(_maker(node).target):
+        node = next(iter(_maker(node).all_input_nodes))
+    return node
+
+
+def _maker(node: fx.Node) -> fx.Node:
+    """The operation that gives this item among others."""
+    return node.args[0] if node.target is operator.getitem else node  # type: ignore[return-value]
 
 
 # --------------------------------------------------------------------------------------- which block it is

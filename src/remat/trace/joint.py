@@ -28,7 +28,17 @@ from remat.trace.fusion import is_fused, touched_bytes
 from remat.trace.price import HOST, Rates, time_cuda
 from remat.trace.record import RANDOM, draws_random_numbers
 
-__all__ = ["Joint", "is_random", "kept_labels", "labels", "price_joint", "read_joint", "readers"]
+__all__ = [
+    "Joint",
+    "is_random",
+    "is_view",
+    "kept_labels",
+    "labels",
+    "made_bytes",
+    "price_joint",
+    "read_joint",
+    "readers",
+]
 
 _FUSED_SHARE = 0.25  # of the seconds that moving a fused operation's result would take
 _PROBE_BYTES = 1 << 26  # moved to see how fast the device does it
@@ -148,7 +158,7 @@ class _Reader:
         if not _yields_tensors(node):
             return
         name = str(node.target)
-        view = _is_view(node.target)
+        view = is_view(node.target)
         index = len(self._ops)
         self._op[node] = index
         reason = RANDOM if _is_random(node) else _WRITTEN_TO if self._reads_written(node, view) else ""
@@ -279,7 +289,8 @@ def _yields_tensors(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _is_view(target: Any) -> bool:
+def is_view(target: Any) -> bool:
+    """Whether an operation only shows what it reads."""
     schema = getattr(target, "_schema", None)
     if str(target) in _ALIASES:
         return True
@@ -290,6 +301,13 @@ def _is_view(target: Any) -> bool:
 
 def _is_random(node: fx.Node) -> bool:
     return hasattr(node.target, "_schema") and draws_random_numbers(node.target, node.args, node.kwargs)
+
+
+def made_bytes(node: fx.Node) -> int:
+    """What the results of an operation take."""
+    value = node.meta.get("val")
+    results = value if isinstance(value, (tuple, list)) else (value,)
+    return sum(_nbytes(result) for result in results if isinstance(result, torch.Tensor))
 
 
 def _nbytes(value: torch.Tensor) -> int:
@@ -431,7 +449,7 @@ def readers(node: fx.Node) -> Iterable[fx.Node]:
         if user in seen or user.op != "call_function":
             continue
         seen.add(user)
-        if user.target is operator.getitem or _is_view(user.target):
+        if user.target is operator.getitem or is_view(user.target):
             stack += list(user.users)
         else:
             yield user

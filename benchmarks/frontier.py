@@ -51,7 +51,8 @@ FORMAT = 1
 SHARES = (0.9, 0.7, 0.5, 0.35, 0.25, 0.15, 0.10, 0.06)
 EVERYTHING = (Action.KEEP, Action.RECOMPUTE, Action.OFFLOAD, Action.CHUNK)
 EXACT = EVERYTHING[:3]  # to the bit
-OURS = {"remat": EVERYTHING, "exact": EXACT, "compiled": EVERYTHING, "one-graph": EVERYTHING[:2]}
+IN_ONE_GRAPH = (Action.KEEP, Action.RECOMPUTE, Action.CHUNK)
+OURS = {"remat": EVERYTHING, "exact": EXACT, "compiled": EVERYTHING, "one-graph": IN_ONE_GRAPH}
 PREFIX = {
     "remat": "remat",
     "exact": "remat exact",

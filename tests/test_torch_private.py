@@ -531,4 +531,5 @@ def test_code_that_is_compiled_too_often_raises_where_that_is_asked_for() -> Non
         run(torch.ones(2), 3)
         with pytest.raises(private.compiler_errors()) as caught:
             run(torch.ones(2), 4)
+        assert private.recompile_limit() == 1
     assert "too often" in private.compiler_reason(caught.value)

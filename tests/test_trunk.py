@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import remat
 from models import Case, own_loss
 from reference import assert_same, step
+from remat import fitting
 from remat.check.live import LiveBytes
 from remat.errors import BudgetError
 from remat.planner.schedule import make_plan, with_chunks
@@ -225,7 +226,6 @@ def test_towers_with_blocks_of_the_same_names(make: Callable[[], nn.Module], tru
     assert found.head is not None
     assert found.head.trunks == trunks
     last = sum(entry.mode is Mode.COMPILED for entry in found.kinds[0].menu) - 1
-    sizes = {}
     for sets in ([0, last, last, last], [last, last, 0, last]):
         with remat.apply(case.model, chunked_plan(found, sets, budget_bytes=0)) as handle:
             for model in (plain, case.model):
@@ -234,8 +234,6 @@ def test_towers_with_blocks_of_the_same_names(make: Callable[[], nn.Module], tru
             assert [region.counts.fallbacks for region in handle.regions] == [0] * len(trunks)
             lost = [v.compiled.lost for r in handle.regions for v in r.variants.values() if v.compiled]
             assert lost == [frozenset()] * len(trunks)
-            sizes[tuple(sets)] = counted_peak(case, case.model)
-    assert len(set(sizes.values())) >= 1
 
 
 def test_without_a_module_around_the_blocks_alone_the_report_says_so() -> None:
@@ -284,17 +282,21 @@ def test_dropout_other_lengths_and_evaluation() -> None:
             assert torch.equal(plain(case.batch), other(case.batch))
 
 
-def test_a_head_that_the_compiler_needs_less_for() -> None:
+def test_a_head_that_the_compiler_needs_less_for(monkeypatch: Any) -> None:
     """A budget below what is predicted with an eager head is tried, where only the head stands in its way."""
     case = case_of(OneTower)
     found = profile(case)
-    needed = remat.plan(found, activations=1.0).predicted_peak_bytes
     with pytest.raises(BudgetError) as caught:
         remat.plan(found, found.step.resident + 1)
-    budget = caught.value.needed - 1024
-    assert budget < needed
+    budget = caught.value.needed - 4096
+    monkeypatch.setattr(fitting, "_measured_excess", lambda request, handle, before: -16384)
+    with remat.fit(case.model, case.batch, budget, loss=case.loss, compile=WHOLE) as handle:
+        assert handle.plan.profile.graph_roots == ("",)
+        assert handle.plan.predicted_peak_bytes <= budget
+    monkeypatch.setattr(fitting, "_measured_excess", lambda request, handle, before: 0)
     with pytest.raises(BudgetError):
         remat.fit(case.model, case.batch, budget, loss=case.loss, compile=WHOLE)
+    assert not any(wrapped(module) for module in case.model.modules())
 
 
 @pytest.mark.parametrize(

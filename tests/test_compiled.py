@@ -801,7 +801,14 @@ def test_the_benchmark_records_what_runs_and_what_fails(tmp_path: Any) -> None:
     script = Path(__file__).parents[1] / "benchmarks" / "compiled.py"
     out = tmp_path / "compiled.json"
     options = ["--backend", "aot_eager", "--stock-backend", "none_such", "--rounds", "1", "--runs", "2"]
-    methods = ["--methods", "plain,regional,remat,remat-whole", "--workloads", "tiny-llama", "--out", str(out)]
+    methods = [
+        "--methods",
+        "plain,regional,remat,remat-whole",
+        "--workloads",
+        "tiny-llama",
+        "--out",
+        str(out),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(Path(remat.__file__).parents[1])}
     subprocess.run([sys.executable, str(script), *options, *methods], env=environment, check=True)
     found = json.loads(out.read_text())["workloads"]["tiny-llama"]["methods"]

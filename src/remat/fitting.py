@@ -132,7 +132,7 @@ def _verified(request: Request, handle: Handle) -> Verification:
     head = chunked_head(plan)
     if head is None:
         return found
-    how = f"{found.how}, {head} and the loss in chunks in both (equal within rounding: remat.verify compares)"
+    how = f"{found.how}, {head} and the loss in chunks in both (equal to the untouched ones within rounding)"
     return replace(found, bitwise=False, within="rounding", how=how)
 
 

@@ -11,6 +11,7 @@ and without the head; blocks are known by their paths below it.
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -229,6 +230,7 @@ def _named(path: str, rooted: bool, blocks: Collection[str]) -> str:
     return found[0] if len(found) == 1 else ""
 
 
+@functools.lru_cache(maxsize=4096)  # every operation of a module has the same
 def _module_path(text: str) -> tuple[str, bool]:
     """The path of a module, from where the compiler found it, and whether it begins at the root of the graph;
     ("", False) where that is not understood."""

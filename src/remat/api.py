@@ -321,8 +321,8 @@ def _refuse_arguments(loss: Any, step: Any, optimizer: Any, accumulate: Any) -> 
             raise InputError(f"{name}={given!r} is not callable")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError(
-            f"optimizer={optimizer!r} is not a torch.optim.Optimizer; a name or a function is for estimates "
-            "(device=...)"
+            f"optimizer={optimizer!r} is not a torch.optim.Optimizer: pass the optimizer itself; a name or a "
+            "function is for estimates (device=...)"
         )
     if not isinstance(accumulate, int) or accumulate < 0:
         raise InputError(f"accumulate={accumulate!r}; say True, False, or the number of micro-steps")

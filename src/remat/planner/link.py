@@ -13,7 +13,9 @@ carries one copy at a time.
 
 Where a region's graph is not there (a size that was not measured, or a plan that has to hold at smaller ones,
 too), what it sends may come in any pieces, and is counted as if it left byte by byte. No pieces hold more of
-the window than that, and a smaller step under the same plan, with its own window, holds no more either.
+the window than that, and a smaller step under the same plan, with its own window, holds no more either; but
+in backward, where the last regions have sent less, what they left of the window may still be held by others:
+then no more than that.
 """
 
 from __future__ import annotations

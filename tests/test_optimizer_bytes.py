@@ -81,6 +81,22 @@ def test_an_optimizer_with_attributes_of_its_own() -> None:
     assert not optimizer.initialized, "only its twins have stepped"
 
 
+class InOneBuffer(torch.optim.SGD):
+    """Keeps its state for all parameters together."""
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        if "buffer" not in self.state:
+            self.state["buffer"] = {"all": torch.zeros(sum(p.numel() for p in parameters))}
+        return super().step(closure)
+
+
+def test_state_that_is_kept_elsewhere_than_under_a_parameter() -> None:
+    model = Net()
+    expected = optimizer_bytes(InOneBuffer(model.parameters(), lr=1e-3), CPU).state
+    assert expected == pytest.approx(sum(p.nbytes for p in model.parameters()), rel=1e-3)
+
+
 def test_an_optimizer_that_needs_a_closure_is_refused_with_a_remedy() -> None:
     model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)])
     loss = lambda output, batch: output.square().mean()  # noqa: E731

@@ -3,6 +3,7 @@ run as planned."""
 
 from __future__ import annotations
 
+import gc
 import logging
 from typing import Any
 
@@ -168,6 +169,15 @@ def test_a_plan_that_does_not_run_as_planned_says_so_once(caplog: pytest.LogCapt
         assert [event.kind for event in events] == ["fell back"]
         assert handle.stats.fell_back == 1
     assert "an input signature that was not planned. The budget may not hold" in caplog.text
+
+
+def test_it_says_so_if_nobody_keeps_the_handle(caplog: pytest.LogCaptureFixture) -> None:
+    model = Gpt(3)
+    remat.fit(model, tokens(4, 64), activations=0.5)
+    gc.collect()
+    with caplog.at_level(logging.WARNING, "remat"):
+        model(**tokens(4, 96)).backward()
+    assert caplog.text.count("fell back: blocks.0: an input signature that was not planned") == 1
 
 
 @pytest.mark.parametrize(

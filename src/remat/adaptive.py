@@ -343,9 +343,12 @@ class AdaptiveHandle(Handle):
                 return self._with_recipes(self._fitted, self._fitted, None, load, fresh=False)
         if recipes:
             ready, holds = self._prepare_recipes(place.size, shapes)
-            if ready is not None and (holds or not self._has_whole_plan(place.size)):
-                if not (holds or self._check):
-                    self._refuse_unchecked(place.size)
+            if ready is not None and holds:
+                return ready
+            needed = None if ready is None else self._needed_by_whole_regions(place.size)
+            if ready is not None and needed is not None:
+                if not self._check:
+                    raise self._unchecked(place.size, needed)
                 return ready
         made = self._plan(place.size, False).plan
         tables = {
@@ -355,24 +358,15 @@ class AdaptiveHandle(Handle):
         }
         return _Ready(tables, made, chunked_head(made))
 
-    def _refuse_unchecked(self, size: int) -> None:
-        """Raise: at this size only recipes are within the budget, and nothing would answer for them."""
-        needed = self._least_whole_bytes(size)
-        raise BudgetError(
+    def _unchecked(self, size: int, needed: int) -> BudgetError:
+        """At this size only recipes are within the budget, and nothing would answer for them."""
+        return BudgetError(
             f"at size {size} only recipes fit the budget of {format_bytes(self._budget)}; they have not run "
             "at this size, and there is neither room to compare them first nor a spot check (check=False): "
             f"raise the budget by {format_bytes(needed - self._budget)}, or fit with check=True",
             needed=needed,
             hints=("fit with check=True",),
         )
-
-    def _least_whole_bytes(self, size: int) -> int:
-        """The budget with which this size can recompute whole regions."""
-        try:
-            self._plan(size, False)
-        except BudgetError as error:
-            return error.needed
-        return self._budget
 
     def _refuse_beyond(self, shapes: Shapes) -> None:
         """Raise if inputs that are not on the chart may not fit even when everything is recomputed.
@@ -443,12 +437,13 @@ class AdaptiveHandle(Handle):
         named = ", ".join(str(size) for size in sorted(set(sizes)))
         self._journal.note("fell back", f"no offload at size {named}: {error}")
 
-    def _has_whole_plan(self, size: int) -> bool:
+    def _needed_by_whole_regions(self, size: int) -> int | None:
+        """The budget that recomputing whole regions takes at this size; None: no more than there is."""
         try:
             self._plan(size, False)
-        except BudgetError:  # only recipes are within the budget
-            return False
-        return True
+        except BudgetError as error:
+            return error.needed
+        return None
 
     def _with_recipes(
         self, plan: Plan, exact: Plan, size: int | None, load: Load, *, fresh: bool, alone: bool = False

@@ -119,12 +119,10 @@ def chunked_head(plan: Plan) -> str | None:
     return profile.head.head if profile.chunked and profile.head is not None else None
 
 
-def _note_fallback(journal: weakref.ref[Journal], name: str, why: str, recipe_failed: bool) -> None:
+def _note_fallback(journal: Journal, name: str, why: str, recipe_failed: bool) -> None:
     """A region could not run as planned: what it takes then is not in the budget."""
-    found = journal()
-    if found is not None:
-        text = f"{name}: {why}. The budget may not hold; handle.status() names all regions (said once)"
-        found.note_once("fell back", why, text)
+    text = f"{name}: {why}. The budget may not hold; remat.status(model) names all regions (said once)"
+    journal.note_once("fell back", why, text)
 
 
 class Handle:
@@ -149,7 +147,7 @@ class Handle:
         _AT_WORK[model] = weakref.ref(self)
         if isinstance(installation, Installation):
             for region in installation.regions:
-                region.on_fallback = partial(_note_fallback, weakref.ref(self._journal))
+                region.on_fallback = partial(_note_fallback, self._journal)  # also if nobody keeps us
 
     @property
     def stats(self) -> Stats:

@@ -56,10 +56,11 @@ def _state_of(
     made = [torch.zeros(shape, dtype=alike[0].dtype, device=device) for shape in shapes]
     twin = _twin(optimizer, group, made)
     _step(twin)
-    share: dict[tuple[int, ...], float] = {
-        shape: _bytes_on(device, twin.state[parameter]) / parameter.nbytes
-        for shape, parameter in zip(shapes, twin.param_groups[0]["params"], strict=True)
-    }
+    parameters = twin.param_groups[0]["params"]
+    held = [_bytes_on(device, twin.state.get(parameter, {})) for parameter in parameters]
+    # What it keeps elsewhere than under a parameter is shared out over all.
+    rest = (_state_bytes(twin, device) - sum(held)) / sum(parameter.nbytes for parameter in parameters)
+    share = {s: own / p.nbytes + rest for s, own, p in zip(shapes, held, parameters, strict=True)}
     state: float = sum(share[_small(p.shape)] * local_bytes(p) for p in alike)
     return math.ceil(state)
 

@@ -323,6 +323,29 @@ def test_what_the_compiler_would_save_by_itself() -> None:
     assert "mm" in seen[0]
 
 
+@pytest.mark.filterwarnings("ignore:.*script_method")
+@pytest.mark.skipif(bool(private.compiler_problem("cpu")), reason="no C++ compiler")
+def test_the_gradient_of_an_embedding_is_not_taken_apart() -> None:
+    """In float32 it would take two tables more."""
+    targets: list[str] = []
+
+    def look(joint: Any, parameters: Any, outputs: int, stock: private.Stock) -> dict[Any, bool]:
+        targets.extend(str(node.target) for node in joint.graph.nodes)
+        return {}
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        return private.compile_joint(graph, inputs, look, "embedding", "inductor")
+
+    def looked_up(ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.embedding(ids, table).sin()
+
+    ids, table = torch.tensor([1, 3, 1, 1]), torch.randn(5, 8, dtype=torch.bfloat16, requires_grad=True)
+    (expected,) = torch.autograd.grad(looked_up(ids, table).sum(), table)
+    (found,) = torch.autograd.grad(torch.compile(looked_up, backend=backend)(ids, table).sum(), table)
+    assert "aten.embedding_dense_backward.default" in targets
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_compiled_node_is_not_that_of_an_input_that_is_handed_on() -> None:
     before = torch.compile(torch.sin, backend="aot_eager")(torch.randn(3, requires_grad=True))

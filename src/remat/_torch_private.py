@@ -394,12 +394,22 @@ def compile_joint(
         from torch._inductor.compile_fx import compile_fx
 
         options = {"custom_partitioner_fn": _partitioner_class()(key, partition)}
-        return compile_fx(graph, inputs, config_patches=options)  # type: ignore[return-value]
+        return compile_fx(graph, inputs, config_patches=options, decompositions=_decompositions())  # type: ignore[return-value]
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
 
     compiler = aot_autograd(fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=partition)
     return compiler(graph, inputs)
+
+
+def _decompositions() -> dict[Any, Any]:
+    """The compiler's own, but for the gradient of an embedding: taken apart, it is summed up in float32, which
+    in bfloat16 takes two tables more than the one that is wanted."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    table = dict(select_decomp_table())
+    table.pop(torch.ops.aten.embedding_dense_backward.default, None)
+    return table
 
 
 def _written(graph: torch.fx.Graph) -> list[torch.fx.Node]:
@@ -424,7 +434,7 @@ def _partitioner_class() -> Any:
             return self.partition(gm, joint_inputs, **options)
 
         def uuid(self) -> Any:
-            return ("remat", self.key)
+            return ("remat", "embedding", self.key)  # the caches do not see which operations are taken apart
 
         def __deepcopy__(self, memo: Any) -> Any:
             return self

@@ -6,7 +6,8 @@ Per workload, in one process: the plain eager step; torch.compile of the whole m
 ("regional"), each with activation_memory_budget 1.0, 0.5, 0.25 and 0.0; compiled blocks inside torch's
 checkpoint; and remat with compile=True at several shares of the plain step's activation peak, and with
 compile="whole" ("remat-whole") at the largest of them: the model as one graph, or its trunk as one graph with
-head and loss in chunks where there is a head. On the launch-bound model that is at 0.6 of torch.compile's own peak.
+head and loss in chunks where there is a head. On the launch-bound model that is at 0.6 of torch.compile's own
+peak.
 
 Times are CUDA events after warm-up, every method in every round in shuffled order and compared with the plain
 step of the same round; the peak is the allocator's above what is resident (parameters and gradients are). The

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,9 @@ from torch.nn import functional as F
 import remat
 from models import Case, MlpBlock, own_loss, squared
 from reference import SEED, assert_same, step
+from remat import compiling
 from remat._torch_private import compiler_problem
+from remat.check.bench import Bench
 from remat.check.live import LiveBytes
 from remat.check.regions import gradient_gap
 from remat.check.step import tensors_of
@@ -681,6 +684,25 @@ def test_chosen_sets_lie_on_the_lower_hull() -> None:
     assert points == sorted(points, reverse=True, key=lambda point: point[0])
     for (x0, y0), (x1, y1), (x2, y2) in zip(points, points[1:], points[2:], strict=False):
         assert (y1 - y0) * (x2 - x0) >= (y2 - y0) * (x1 - x0) - 1e-12 * abs(x2 - x0)
+
+
+@pytest.mark.parametrize("launch_bound", [False, True])
+def test_where_the_device_waits_for_the_host_saved_sets_are_not_told_apart_by_their_timings(
+    launch_bound: bool,
+) -> None:
+    joint = _joint()
+    sets = chosen_sets(joint, 3)
+    noise = [0.003, 0.002, 0.001]  # as if the smallest set were the fastest
+    host = [seconds if launch_bound else 0.1 * seconds for seconds in noise]
+    found: list[Any] = [
+        SimpleNamespace(recipe=recipe, bench=Bench(0, 0, 0, seconds, by_host))
+        for recipe, seconds, by_host in zip(sets, noise, host, strict=True)
+    ]
+    plain: Any = SimpleNamespace(keep=Bench(0, 0, 0, 0.004), full=Bench(0, 0, 0, 0.005))
+    keep, full, *ours = compiling._seconds(joint, found, plain, torch.device("cuda"))
+    assert (keep, full) == pytest.approx((0.003, 0.004))
+    estimates = [set_seconds(joint, recipe) - set_seconds(joint, sets[0]) for recipe in sets]
+    assert ours == pytest.approx(estimates if launch_bound else [0.002, 0.001, 0.0], abs=1e-12)
 
 
 def test_a_block_without_backward_is_not_compiled() -> None:

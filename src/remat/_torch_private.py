@@ -391,10 +391,12 @@ def compile_joint(
         return split(joint, {node.name: keep for node, keep in decisions.items()})
 
     if backend == "inductor":
-        from torch._inductor.compile_fx import compile_fx
+        from torch._inductor import compile_fx
 
         options = {"custom_partitioner_fn": _partitioner_class()(key, partition)}
-        return compile_fx(graph, inputs, config_patches=options, decompositions=_decompositions())  # type: ignore[return-value]
+        # As an argument, decompositions would end the compiler's caching.
+        with mock.patch.object(compile_fx, "select_decomp_table", _decompositions):
+            return compile_fx.compile_fx(graph, inputs, config_patches=options)  # type: ignore[return-value]
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
 
@@ -403,8 +405,8 @@ def compile_joint(
 
 
 def _decompositions() -> dict[Any, Any]:
-    """The compiler's own, but for the gradient of an embedding: taken apart, it is summed up in float32, which
-    in bfloat16 takes two tables more than the one that is wanted."""
+    """The compiler's own, but for the gradient of an embedding: taken apart, it is summed up in float32,
+    which in bfloat16 takes two tables more than the one that is wanted."""
     from torch._inductor.decomposition import select_decomp_table
 
     table = dict(select_decomp_table())

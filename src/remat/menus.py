@@ -17,13 +17,14 @@ from remat.chunking import chunk_entries
 from remat.errors import CaptureError, RecomputeError
 from remat.hosting import Hosting, link_amounts, settling
 from remat.planner.menu import recipes
+from remat.planner.pacing import Pace, pace_of, paced_by_host
 from remat.records import Entry, Kind, Mode, Recipe, RegionGraph, Role
 from remat.run.checkpoint import Options, run_checkpointed
 from remat.run.fused import can_fuse, is_exact, is_fusible
 from remat.run.install import installed_region
 from remat.run.recipe import compile_recipe
 from remat.run.region import PlannedRegion, Variant
-from remat.trace.price import fused_prices
+from remat.trace.price import fused_prices, launch_seconds
 from remat.trace.survey import Species
 from remat.units import format_bytes
 
@@ -34,10 +35,6 @@ Progress = Callable[[str], None]
 _LEVELS = 16  # shares of a region's saved bytes that a recipe is sought for
 _MOVING = 12  # at most so many that offload are measured
 _LOG = logging.getLogger(__name__)
-# What the host does for a recipe, in operations of an untouched step (measured where the host sets the pace):
-_OPS_PER_SLOT = 1.5  # dropping and unpacking one tensor
-_OPS_PER_MOVED = 8.0  # sending one storage to the host and having it back
-_OPS_PER_REGION = 20.0  # looking through the graph of a region that drops anything
 _COMPILING_THREADS = 2
 _IDLE_SHARE = 0.5  # of a region's time that the host works at most, for kernels to be compiled meanwhile
 _LEAST_SHARE = 0.8  # of the priced replay seconds that a measured entry is believed to cost at the least
@@ -67,18 +64,23 @@ def measured_kind(
     again = bench(full, inputs, modules, device)
     forward_seconds = sum(op.seconds for op in graph.ops) if graph is not None else keep.seconds / 3
     backward_seconds = max(keep.seconds - forward_seconds, forward_seconds)
+    pace = None  # on the host itself there is but one to set it
+    if device.type == "cuda":
+        launch = ranks.agree(launch_seconds(device))
+        pace = pace_of(keep.seconds, keep.host_seconds, forward_seconds, launch)
     links: tuple[int, ...] = ()
     if host is not None and graph is not None:
         links = ranks.agree(link_amounts(host.rates, forward_seconds, backward_seconds, graph.saved_bytes))
+    whole = _full_extra(again, keep, forward_seconds, pace)
     entries = [
         menu_entry(Mode.KEEP, keep, 0.0, graph, len(example.inputs)),
-        menu_entry(Mode.FULL, again, _extra(again, keep, forward_seconds, device), None, len(example.inputs)),
+        menu_entry(Mode.FULL, again, whole, None, len(example.inputs)),
     ]
     note = species.note
     fuse = ranks.all_of(can_fuse(device))
-    menu = _recipes(graph, keep, device, links, fuse) if like is None else _recipes_of(like, graph)
-    pace = _Pace()
-    menu = tuple(sorted(menu, key=lambda recipe: recipe.host_bytes > 0))  # those that stay set the pace
+    menu = _recipes(graph, pace, links, fuse) if like is None else _recipes_of(like, graph)
+    replays = _Replays()
+    menu = tuple(sorted(menu, key=lambda recipe: recipe.host_bytes > 0))  # those that stay are timed
     ahead = keep.host_seconds < _IDLE_SHARE * keep.seconds
     for recipe in _compiling(graph, menu, device, ahead) if fuse and graph is not None else menu:
         problem = ""
@@ -92,7 +94,7 @@ def measured_kind(
             note = note or problem or "on another rank its replay differs"
             continue
         assert graph is not None
-        extra = _recipe_extra(recipe, measured, keep, graph, device, pace)
+        extra = _recipe_extra(recipe, measured, keep, graph, pace, replays)
         entries.append(menu_entry(Mode.RECIPE, measured, extra, graph, len(example.inputs), recipe))
     if parts:
         entries += chunk_entries(species, inputs, device, keep, forward_seconds, menu_entry)
@@ -104,29 +106,24 @@ def measured_kind(
         graph=graph,
         note=note,
         backward_seconds=backward_seconds,
+        device_seconds=pace.plain.device_seconds if pace else 0.0,
     )
 
 
 def _recipes(
-    graph: RegionGraph | None, keep: Bench, device: torch.device, links: tuple[int, ...], fuse: bool
+    graph: RegionGraph | None, pace: Pace | None, links: tuple[int, ...], fuse: bool
 ) -> tuple[Recipe, ...]:
     """Where the device waits for the host, a dropped tensor costs the host's work, whatever its size."""
     if graph is None:
         return ()
     levels = [level / _LEVELS for level in range(_LEVELS, 0, -1)]
-    per_op = _op_seconds(graph, keep, device)
-    if fuse and not keep.launch_bound:
+    if fuse and not (pace and pace.device_waits):
         graph = fused_prices(graph)
-    found = recipes(graph, levels=levels, link_bytes=links, slot_seconds=_OPS_PER_SLOT * per_op)
+    per_slot = pace.slot_seconds if pace else 0.0
+    found = recipes(graph, levels=levels, link_bytes=links, slot_seconds=per_slot)
     staying = [recipe for recipe in found if not recipe.host_bytes]
     moving = [recipe for recipe in found if recipe.host_bytes]
     return (*staying, *moving[:: max(-(-len(moving) // _MOVING), 1)])
-
-
-def _op_seconds(graph: RegionGraph, keep: Bench, device: torch.device) -> float:
-    """The host's time for one operation, where the device waits for the host; 0 elsewhere. Backward runs two
-    for each of forward's."""
-    return keep.host_seconds / (3 * len(graph.ops)) if device.type == "cuda" and keep.launch_bound else 0.0
 
 
 def _recipes_of(like: Sequence[Kind], graph: RegionGraph | None) -> tuple[Recipe, ...]:
@@ -148,17 +145,25 @@ def _recipes_of(like: Sequence[Kind], graph: RegionGraph | None) -> tuple[Recipe
     )
 
 
-def _extra(measured: Bench, keep: Bench, replay_seconds: float, device: torch.device) -> float:
-    """What an entry costs on top of keeping everything. On an accelerator as measured, but not less than most
-    of what its operations take alone: a difference of two timings is noisy. A host that also does other
-    things is noisier still: there the operations' own least times are summed."""
-    if device.type == "cpu":
-        return replay_seconds
+def _extra(measured: Bench, keep: Bench, replay_seconds: float) -> float:
+    """What an entry costs on top of keeping everything, where the accelerator sets the pace: as measured, but
+    not less than most of what its operations take alone, because a difference of two timings is noisy."""
     return max(measured.seconds - keep.seconds, _LEAST_SHARE * replay_seconds)
 
 
+def _full_extra(again: Bench, keep: Bench, forward_seconds: float, pace: Pace | None) -> float:
+    """Without an accelerator the operations' own least times are summed: a host that also does other things
+    is noisier still."""
+    if pace is None:
+        return forward_seconds
+    if _paced_by_host(again):
+        counted = pace.again_seconds(again.host_seconds, forward_seconds)
+        return max(counted, _LEAST_SHARE * forward_seconds)
+    return _extra(again, keep, forward_seconds)
+
+
 @dataclass
-class _Pace:
+class _Replays:
     """Seconds that recipes were measured to take, over what their operations take alone."""
 
     measured_seconds: float = 0.0
@@ -174,17 +179,19 @@ class _Pace:
 
 
 def _recipe_extra(
-    recipe: Recipe, measured: Bench, keep: Bench, graph: RegionGraph, device: torch.device, pace: _Pace
+    recipe: Recipe, measured: Bench, keep: Bench, graph: RegionGraph, pace: Pace | None, replays: _Replays
 ) -> float:
     """Where the host sets the pace, counted: its timings differ by more than recipes do. What offloads is not
     timed: it replays operations as the others do."""
-    per_op = _op_seconds(graph, keep, device)
-    if not per_op:
-        if recipe.offloaded:
-            return pace.seconds(recipe.replay_seconds)
-        return pace.note(_extra(measured, keep, recipe.replay_seconds, device), recipe.replay_seconds)
-    host_ops = _OPS_PER_REGION + _OPS_PER_SLOT * len(recipe.dropped) + _OPS_PER_MOVED * len(recipe.offloaded)
-    return per_op * host_ops + recipe.replay_seconds
+    if pace is None:
+        return recipe.replay_seconds
+    if recipe.offloaded or _paced_by_host(keep) or _paced_by_host(measured):
+        return pace.recipe_seconds(recipe, graph, replays.seconds(recipe.replay_seconds))
+    return replays.note(_extra(measured, keep, recipe.replay_seconds), recipe.replay_seconds)
+
+
+def _paced_by_host(measured: Bench) -> bool:
+    return paced_by_host(measured.seconds, measured.host_seconds)
 
 
 def _compiling(

@@ -208,11 +208,12 @@ def _fastest_step(
     request: Request, blocks: Sequence[Block], found: Survey, kinds: Sequence[Kind], device: torch.device
 ) -> tuple[tuple[Segment, ...], float, float]:
     """Timeline of the step with every region recomputed as a whole, and seconds of the step with every region
-    in its fastest entry: those of a frugal step, less what its regions take longer. Last, the same seconds as
-    a step with eager regions has them."""
+    in its fastest entry: those of a frugal step, less what its regions take longer, but not less than its
+    regions take the accelerator. Last, the same seconds as a step with eager regions has them."""
     segments, seconds = _whole_step(request, blocks, found, device)
     references = [kind.menu[kind.reference] for kind in kinds]
     eager = _without(_extra_of(references, found), seconds, 0.9 if request.compiler else 0.5)
+    eager = max(eager, sum(kinds[sighting.species].device_seconds for sighting in found.sightings))
     if any(kind.compiler for kind in kinds):  # the eager step says little of one that is compiled
         sets = [kind.menu[_timed_entry(kind)] for kind in kinds]
         paced = _compiled_seconds(request, blocks, found, kinds, sets)

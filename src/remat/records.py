@@ -256,6 +256,7 @@ class Kind:
     note: str = ""  # why there is no recipe, when there is none
     compiler: str = ""  # the backend of its compiled entries; `graph` is then the joint graph
     backward_seconds: float = 0.0  # keeping everything; 0: not measured
+    device_seconds: float = 0.0  # that forward and backward take the accelerator at the least; 0: not known
 
     @property
     def reference(self) -> int:

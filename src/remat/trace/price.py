@@ -19,7 +19,17 @@ from remat.run.fused import is_fusible
 from remat.run.replay import OVERWRITES, decode, dtype_of, overload, replaying, twin
 from remat.trace.capture import Capture
 
-__all__ = ["HOST", "Rates", "cuda_event", "estimate", "fused_prices", "price", "seconds_of", "time_cuda"]
+__all__ = [
+    "HOST",
+    "Rates",
+    "cuda_event",
+    "estimate",
+    "fused_prices",
+    "launch_seconds",
+    "price",
+    "seconds_of",
+    "time_cuda",
+]
 
 _ROUNDS = 3
 _RUNS = 5
@@ -96,6 +106,18 @@ def time_cuda(run: Any) -> float:
         end.synchronize()
         rounds.append(float(start.elapsed_time(end)) * 1e-3 / _RUNS)
     return statistics.median(rounds)
+
+
+def launch_seconds(device: torch.device) -> float:
+    """The host's time to issue one small operation to an accelerator: priced as those of a region are."""
+    one = torch.zeros(1, device=device)
+
+    def run() -> None:
+        torch.ops.aten.add.Tensor(one, one)
+
+    with replaying():
+        run()
+        return time_cuda(run)
 
 
 def fused_prices(graph: RegionGraph) -> RegionGraph:

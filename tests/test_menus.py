@@ -1,0 +1,87 @@
+"""The seconds of menu entries on an accelerator, from timings as they are measured there."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from planner.build import GraphBuilder
+from remat import profiling
+from remat.check.bench import Bench
+from remat.menus import _full_extra, _recipe_extra, _Replays
+from remat.planner.pacing import pace_of
+from remat.records import Entry, Kind, Mode, Recipe
+from remat.trace.price import launch_seconds
+
+LAUNCH = 1e-5
+
+
+def timed(seconds: float, host_seconds: float) -> Bench:
+    return Bench(0, 0, 0, seconds, host_seconds)
+
+
+def pace(keep: Bench, forward_seconds: float):
+    return pace_of(keep.seconds, keep.host_seconds, forward_seconds, LAUNCH)
+
+
+def graph():
+    g = GraphBuilder()
+    value = g.op(g.input(8), nbytes=8, seconds=3e-4)
+    g.save(value)
+    return g.graph()
+
+
+DROP = Recipe(kept=(0,), dropped=(0,), replayed=(0,), replay_seconds=3e-4)
+MOVE = Recipe(kept=(0, 1), dropped=(0,), replayed=(0,), offloaded=(0,), replay_seconds=3e-4)
+
+
+def test_where_the_host_is_ahead_entries_cost_what_was_measured():
+    keep = timed(15e-3, 4e-3)
+    replays = _Replays()
+    extra = _recipe_extra(DROP, timed(15.45e-3, 5e-3), keep, graph(), pace(keep, 5e-3), replays)
+    assert extra == pytest.approx(4.5e-4)
+    moving = _recipe_extra(MOVE, timed(0.0, 0.0), keep, graph(), pace(keep, 5e-3), replays)
+    assert moving == pytest.approx(4.5e-4)  # not timed; its operations take as much longer as others did
+    assert _full_extra(timed(20e-3, 6e-3), keep, 5e-3, pace(keep, 5e-3)) == pytest.approx(5e-3)
+
+
+def test_a_difference_of_timings_is_not_believed_below_the_operations_own():
+    keep = timed(15e-3, 4e-3)
+    extra = _recipe_extra(DROP, timed(14.9e-3, 5e-3), keep, graph(), pace(keep, 5e-3), _Replays())
+    assert extra == pytest.approx(0.8 * 3e-4)
+
+
+def test_where_host_and_device_are_close_timings_of_a_region_alone_do_not_decide():
+    """The host cannot keep up with the region alone, where it copies inputs and starts backward each time."""
+    keep = timed(4e-3, 3.5e-3)
+    slow = timed(4.9e-3, 4.88e-3)
+    extra = _recipe_extra(DROP, slow, keep, graph(), pace(keep, 1.3e-3), _Replays())
+    assert extra == pytest.approx(3e-4)
+    again = timed(6.2e-3, 6.19e-3)
+    assert 1.3e-3 <= _full_extra(again, keep, 1.3e-3, pace(keep, 1.3e-3)) < 1.7e-3
+
+
+def test_without_accelerator_entries_cost_what_their_operations_do():
+    keep = timed(4e-3, 4e-3)
+    assert _recipe_extra(DROP, timed(9e-3, 9e-3), keep, graph(), None, _Replays()) == 3e-4
+    assert _full_extra(timed(9e-3, 9e-3), keep, 1.3e-3, None) == 1.3e-3
+
+
+@pytest.mark.parametrize(("device_seconds", "plain"), [(0.0, 0.10), (4e-3, 0.10), (14e-3, 0.14)])
+def test_a_step_takes_no_less_than_its_regions_take_the_accelerator(monkeypatch, device_seconds, plain):
+    """A second forward timed too long must not make the plain step look impossibly short."""
+    full = Entry(Mode.FULL, 0, 0, 0, extra_seconds=10e-3)
+    kinds = [Kind("", (full,), 0, 3e-3, device_seconds=device_seconds)]
+    found = SimpleNamespace(sightings=[SimpleNamespace(species=0)] * 10)
+    monkeypatch.setattr(profiling, "_whole_step", lambda *args: ((), 0.2))
+    request = SimpleNamespace(compiler="")
+    _, fastest, eager = profiling._fastest_step(request, [], found, kinds, torch.device("cpu"))
+    assert fastest == eager == pytest.approx(plain)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_issuing_an_operation_takes_microseconds():
+    assert 1e-6 < launch_seconds(torch.device("cuda")) < 1e-3

@@ -112,7 +112,8 @@ def test_a_second_forward_costs_what_is_more_than_the_device_hides() -> None:
 def test_counted_as_measured(
     seconds: float, host_seconds: float, launch_seconds: float, replay_seconds: float, added_seconds: float
 ) -> None:
-    """Five runs of a launch-bound Llama on an H200, its regions with 13 tensors dropped: what each added."""
+    """Five runs of a launch-bound Llama on an H200, its regions with 13 tensors dropped: what each added. The
+    constants were chosen on these runs, and hooks have become faster since: this guards them, no more."""
     pace = pace_of(seconds, host_seconds, 5e-4, launch_seconds)
     predicted = pace.recipe_seconds(recipe(13), chain(replay_seconds / 13), replay_seconds)
     assert 0.65 * added_seconds < predicted < 1.05 * added_seconds

@@ -14,8 +14,8 @@ from remat.records import Recipe, RegionGraph
 
 __all__ = ["Pace", "Work", "pace_of", "paced_by_host"]
 
-# What the host does, in launches. Chosen to come near five runs of a launch-bound Llama on an H200, made before
-# hooks were generated code, less what that was guessed to save; how the first two compare is from a CPU.
+# What the host does, in launches. Chosen to come near five runs of a launch-bound Llama on an H200, made
+# before hooks were generated code, less what that was guessed to save; the ratio of the first two is a CPU's.
 _LAUNCHES_PER_REGION = 45.0  # looking through the graph of a region that drops anything
 _LAUNCHES_PER_SLOT = 3.0  # dropping and unpacking one tensor
 _LAUNCHES_PER_MOVED = 13.0  # sending one storage to the host and having it back

@@ -35,6 +35,7 @@ from remat.planner.link import host_bytes
 from remat.planner.schedule import refusal, schedule
 from remat.planner.simulate import Point, simulate
 from remat.planner.sizes import MisfitError, without_recipes
+from remat.planner.ties import disagreement
 from remat.profiling import device_of
 from remat.records import Action, Kind, Mode, Phase, Plan, Recipe
 from remat.run.journal import Event
@@ -463,7 +464,8 @@ class AdaptiveHandle(Handle):
         return _Ready(tables, plan, chunked_head(exact), load, fresh and has_recipes, again=again)
 
     def _at_exactly(self, plan: Plan, size: int) -> Plan | None:
-        """The plan with the signatures of this size; None if those cannot be told."""
+        """The plan with the signatures of this size; None if those cannot be told, or if calls that differ
+        elsewhere are alike at just this size."""
         used = {call.kind for i, call in enumerate(plan.profile.calls) if plan.entry(i).recipe is not None}
         try:
             kinds = tuple(
@@ -474,7 +476,8 @@ class AdaptiveHandle(Handle):
             )
         except MisfitError:
             return None
-        return replace(plan, profile=replace(plan.profile, kinds=kinds))
+        exact = replace(plan.profile, kinds=kinds)
+        return None if disagreement(exact, plan.choices) else replace(plan, profile=exact)
 
     def _programs(self, size: int, alone: bool = False) -> Programs:
         """Recipes for exactly this size; raises MisfitError where that cannot be.

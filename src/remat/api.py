@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -25,6 +26,7 @@ from remat.fitting import fitted, rounding
 from remat.handle import Handle, apply, at_work, chunked_head
 from remat.planner.schedule import keep_everything, refusal, schedule
 from remat.planner.simulate import simulate
+from remat.planner.ties import tied_calls
 from remat.profiling import Request, build_profile, device_of
 from remat.records import Action, Mode, Plan, Profile
 from remat.run.compiled import BACKENDS, DEFAULT_BACKEND, PUBLIC, WHOLE, is_compiled
@@ -251,7 +253,10 @@ def _verify_compiled(
 ) -> Verification:
     """Against the same compiled blocks with nothing planned: each with its largest saved set."""
     choices = list(plan.choices)
-    for index, call in enumerate(plan.profile.calls):
+    calls = plan.profile.calls
+    groups = (group for group in tied_calls(plan.profile) if len({calls[i].kind for i in group}) == 1)
+    for index in itertools.chain(*groups):  # tied calls of several kinds have no saved set in common
+        call = calls[index]
         menu = plan.profile.kinds[call.kind].menu
         sets = [i for i, entry in enumerate(menu) if entry.mode is Mode.COMPILED]
         choices[index] = max(sets, key=lambda i: menu[i].resident_bytes) if sets else 0

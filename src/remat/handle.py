@@ -26,6 +26,7 @@ from remat.offloading import engine_for
 from remat.planner.bounds import least_budget
 from remat.planner.schedule import schedule
 from remat.planner.simulate import simulate
+from remat.planner.ties import disagreement
 from remat.records import Entry, Kind, Mode, Plan, Recipe, RegionCall, RegionGraph
 from remat.run.byhand import status
 from remat.run.compiled import WHOLE, block_for, compiled_block
@@ -51,7 +52,6 @@ __all__ = [
     "apply",
     "at_work",
     "chunked_head",
-    "frugal_choices",
     "planned_regions",
     "tighter_limit",
 ]
@@ -406,6 +406,12 @@ Programs = Callable[[int, Recipe], Program]  # number of a kind, recipe -> progr
 def planned_regions(plan: Plan, check: bool, programs: Programs | None = None) -> list[PlannedRegion]:
     """One region per name; a region that only keeps is left alone. `programs`: where to get compiled recipes
     from, if not from the plan's own graphs."""
+    name = disagreement(plan.profile, plan.choices)
+    if name is not None:
+        raise PlanError(
+            f"the plan has different entries for calls of {name} whose inputs are alike; a region cannot "
+            "tell such calls apart, so they need the same one: make the plan again"
+        )
     calls: dict[str, list[int]] = {}
     for index, call in enumerate(plan.profile.calls):
         calls.setdefault(call.name, []).append(index)
@@ -418,31 +424,15 @@ def planned_regions(plan: Plan, check: bool, programs: Programs | None = None) -
         variants = {}
         for index in indices:
             call = plan.profile.calls[index]
-            choice = _frugal_choice(plan, indices, call)
-            key = (call.kind, choice)
+            key = (call.kind, plan.choices[index])
             if key not in made:
-                made[key] = _variant(plan, call, choice, device, programs)
+                made[key] = _variant(plan, call, plan.choices[index], device, programs)
             variants[plan.profile.kinds[call.kind].signature] = made[key]
         regions.append(PlannedRegion(name, plan.profile.calls[indices[0]].tower, variants, check))
     for turn, region in enumerate(regions):
         region.turn = region.place = turn
         region.turns = len(regions)
     return regions
-
-
-def frugal_choices(plan: Plan) -> tuple[int, ...]:
-    """What each call really runs in: see `_frugal_choice`."""
-    calls: dict[str, list[int]] = {}
-    for index, call in enumerate(plan.profile.calls):
-        calls.setdefault(call.name, []).append(index)
-    return tuple(_frugal_choice(plan, calls[call.name], call) for call in plan.profile.calls)
-
-
-def _frugal_choice(plan: Plan, indices: list[int], call: RegionCall) -> int:
-    """A module that one step calls several times with equal inputs runs them all alike."""
-    alike = [plan.choices[i] for i in indices if plan.profile.calls[i].kind == call.kind]
-    menu = plan.profile.kinds[call.kind].menu
-    return min(alike, key=lambda choice: menu[choice].resident_bytes)
 
 
 def _variant(

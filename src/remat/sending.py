@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from remat.errors import BudgetError, HostMemoryError
-from remat.handle import frugal_choices
 from remat.planner.bounds import least_budget
 from remat.planner.link import host_bytes, pieces, window_bytes
 from remat.planner.schedule import schedule
@@ -61,9 +60,7 @@ def load_of(plan: Plan, graph: Callable[[int], RegionGraph] | None = None) -> Lo
         used = {c.kind for i, c in enumerate(profile.calls) if plan.entry(i).host_bytes}
         kinds = (replace(k, graph=graph(n)) if n in used else k for n, k in enumerate(profile.kinds))
         plan = replace(plan, profile=replace(profile, kinds=tuple(kinds)))
-    menus = [plan.profile.kinds[call.kind].menu for call in profile.calls]
-    chosen = [menu[choice] for menu, choice in zip(menus, frugal_choices(plan), strict=True)]
-    sent = [pieces(plan.profile, call, entry) for call, entry in enumerate(chosen)]
+    sent = [pieces(plan.profile, call, plan.entry(call)) for call in range(len(profile.calls))]
     return Load(tuple(size for one in sent for size in one), max(map(sum, sent)))
 
 

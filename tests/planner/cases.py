@@ -36,8 +36,9 @@ def kinds(draw: st.DrawFn) -> Kind:
 
 
 @st.composite
-def profiles(draw: st.DrawFn, *, nested: bool | None = None) -> Profile:
-    """A few calls of a few kinds, random wiring, glue between; backward in reverse order, or not."""
+def profiles(draw: st.DrawFn, *, nested: bool | None = None, tied: bool = False) -> Profile:
+    """A few calls of a few kinds, random wiring, glue between; backward in reverse order, or not. `tied`: of
+    one or two regions only, and kinds perhaps of the same signature."""
     menu = draw(st.lists(kinds(), min_size=1, max_size=2))
     count = draw(st.integers(1, 5))
     sizes = [draw(small) for _ in range(2)]
@@ -50,7 +51,10 @@ def profiles(draw: st.DrawFn, *, nested: bool | None = None) -> Profile:
         sizes.extend(draw(small) for _ in outputs)
         which = draw(st.integers(0, len(menu) - 1))
         inputs = list(dict.fromkeys(inputs))
-        calls.append(RegionCall(f"r{i}", 0, which, "t", tuple(inputs), outputs))
+        region = draw(st.integers(0, 1)) if tied else i
+        calls.append(RegionCall(f"r{region}", 0, which, "t", tuple(inputs), outputs))
+    if tied and len(menu) > 1 and draw(st.booleans()):
+        menu[1] = replace(menu[1], signature="other")
     order = list(range(count - 1, -1, -1))
     if nested is False or (nested is None and draw(st.booleans())):
         order = list(draw(st.permutations(order)))
@@ -154,6 +158,18 @@ def naive_peak(given: Profile, choices: Sequence[int]) -> int:
 
 def all_choices(given: Profile) -> list[tuple[int, ...]]:
     return list(itertools.product(*(range(len(given.kinds[call.kind].menu)) for call in given.calls)))
+
+
+def alike(given: Profile, choices: Sequence[int]) -> bool:
+    """Do calls of one region with one signature run in the same way, two by two?"""
+    for (a, i), (b, j) in itertools.combinations(zip(given.calls, choices, strict=True), 2):
+        ours, theirs = given.kinds[a.kind], given.kinds[b.kind]
+        if (a.name, ours.signature) != (b.name, theirs.signature):
+            continue
+        whole = ours.menu[i].recipe is None and ours.menu[i].mode is theirs.menu[j].mode
+        if not (i == j if a.kind == b.kind else whole):
+            return False
+    return True
 
 
 def naive_seconds(given: Profile, choices: Sequence[int]) -> float:

@@ -72,7 +72,10 @@ class Chain:
 
 
 def chain(problem: Program) -> Chain | None:
-    """The program as a chain, or None if its regions are not nested."""
+    """The program as a chain, or None if its regions are not nested, or if a choice decides others: then the
+    sum of bytes alone does not say what may follow."""
+    if problem.has_ties:
+        return None
     links = [i for i, call in enumerate(problem.calls) if call.span is not None and call.span.recorded]
     if not _nested([problem.calls[i] for i in links]):
         return None

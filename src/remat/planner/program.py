@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,7 @@ from remat.planner.simulate import (
     spans,
     unread_outputs,
 )
+from remat.planner.ties import tied_calls, ways
 from remat.records import Action, Entry, Mode, Profile
 
 __all__ = [
@@ -111,13 +113,22 @@ class Call:
 
 @dataclass(frozen=True)
 class Program:
-    """Everything the solvers need. `base_bytes[k]` is the absolute level at segment k with nothing chosen."""
+    """Everything the solvers need. `base_bytes[k]` is the absolute level at segment k with nothing chosen.
+
+    Calls of one of the `groups` are tied: option i of one goes with option i of the others.
+    """
 
     base_bytes: tuple[int, ...]
     glue_above: tuple[int, ...]  # what segment k needs above its level, 0 in a region's own segments
     floor_bytes: int  # reached whatever is chosen: what is resident, the optimizer's own step
     calls: tuple[Call, ...]
     boundaries: tuple[Boundary, ...]
+    groups: tuple[tuple[int, ...], ...]  # every call is in one, most are alone
+
+    @property
+    def has_ties(self) -> bool:
+        """Whether the choice for one call decides that for another."""
+        return any(len(group) > 1 and len(self.calls[group[0]].options) > 1 for group in self.groups)
 
 
 def held_by_consumer(boundary: Boundary, option: Option) -> bool:
@@ -149,32 +160,41 @@ def program(profile: Profile, allow: Sequence[Action], window: Window | None = N
     own: dict[int, list[int]] = {}
     for index, segment in enumerate(profile.segments):
         own.setdefault(segment.call, []).append(index)
-    shared: dict[tuple[object, ...], tuple[Option, ...]] = {}
-    calls = []
+    calls: list[Call] = []
+    keys: list[tuple[object, ...]] = []  # calls with equal ones have equal options
     unread, returned = unread_outputs(profile), returned_inputs(profile)
     for index, (call, span) in enumerate(zip(profile.calls, spans(profile), strict=True)):
         mine = tuple(own.get(index, ()))
         measured = tuple(profile.segments[k].peak_bytes - profile.segments[k].start_bytes for k in mine)
         phases = tuple(profile.segments[k].phase for k in mine)
-        key = (
-            call.kind,
-            len(call.inputs),
-            measured,
-            phases,
-            span is None,
-            span is not None and span.recorded,
-            tuple(unread[index].items()),
-            tuple(returned[index].items()),
-        )
-        if key not in shared:
-            shared[key] = _options(profile, index, span, mine, unread[index], returned[index], allow, window)
-        if not shared[key]:
-            allowed = ", ".join(action.name for action in allow) or "nothing"
-            raise InputError(
-                f"no way to run {call_label(call)} is left with allow=({allowed}); add Action.KEEP or "
-                f"Action.RECOMPUTE to allow"
+        calls.append(Call(span, mine, ()))
+        keys.append(
+            (
+                call.kind,
+                len(call.inputs),
+                measured,
+                phases,
+                span is None,
+                span is not None and span.recorded,
+                tuple(unread[index].items()),
+                tuple(returned[index].items()),
             )
-        calls.append(Call(span, mine, shared[key]))
+        )
+    groups = tied_calls(profile)
+    shared: dict[tuple[object, ...], tuple[tuple[Option, ...], ...]] = {}
+    for group in groups:
+        key = tuple(keys[i] for i in group)
+        if key not in shared:
+            found = [_options(profile, i, calls[i], unread[i], returned[i], allow, window) for i in group]
+            shared[key] = _worthwhile(found, ways(profile, group))
+        for index, options in zip(group, shared[key], strict=True):
+            if not options:
+                allowed = ", ".join(action.name for action in allow) or "nothing"
+                raise InputError(
+                    f"no way to run {call_label(profile.calls[index])} is left with allow=({allowed}); add "
+                    f"Action.KEEP or Action.RECOMPUTE to allow"
+                )
+            calls[index] = replace(calls[index], options=options)
     segments = range(len(profile.segments))
     room = _room(calls, len(profile.segments), window)
     return Program(
@@ -185,6 +205,7 @@ def program(profile: Profile, allow: Sequence[Action], window: Window | None = N
         floor_bytes=max([profile.step.resident, *(p.peak_bytes for p in reference.points[len(segments) :])]),
         calls=tuple(calls),
         boundaries=boundaries(profile),
+        groups=groups,
     )
 
 
@@ -208,17 +229,17 @@ def programs(profile: Profile, allow: Sequence[Action], window: Window | None = 
 
 def _let_go(problem: Program, passing: Passing) -> Program:
     reader = problem.calls[passing.consumer]
-    options = tuple(o for o in reader.options if passing.input_position not in o.holds_inputs)
+    left = [i for i, o in enumerate(reader.options) if passing.input_position not in o.holds_inputs]
+    tied = next(group for group in problem.groups if passing.consumer in group)
     return replace(
         problem,
         base_bytes=tuple(
             base - passing.nbytes if passing.first <= k <= passing.last else base
             for k, base in enumerate(problem.base_bytes)
         ),
-        calls=(
-            *problem.calls[: passing.consumer],
-            replace(reader, options=options),
-            *problem.calls[passing.consumer + 1 :],
+        calls=tuple(
+            replace(call, options=tuple(call.options[i] for i in left)) if index in tied else call
+            for index, call in enumerate(problem.calls)
         ),
     )
 
@@ -235,17 +256,18 @@ def _room(calls: Sequence[Call], segments: int, window: Window | None) -> list[i
 def _options(
     profile: Profile,
     index: int,
-    span: Span | None,
-    segments: Sequence[int],
+    call: Call,
     unread: dict[int, int],
     returned: dict[int, int],
     allow: Sequence[Action],
     window: Window | None,
-) -> tuple[Option, ...]:
+) -> dict[int, Option]:
+    """The allowed entries of a call's menu."""
+    span = call.span
     kind = profile.kinds[profile.calls[index].kind]
     reference = kind.menu[kind.reference]
     inputs = len(profile.calls[index].inputs)
-    found: list[Option] = []
+    found: dict[int, Option] = {}
     for number, entry in enumerate(kind.menu):
         if not actions(entry) <= set(allow):
             continue
@@ -258,24 +280,41 @@ def _options(
             extra = 0
         elif not span.recorded:
             extra = max(extra, 0)
-        found.append(
-            Option(
-                entry=number,
-                seconds=entry.extra_seconds + (window.seconds_per_byte if window else 0) * entry.host_bytes,
-                held_bytes=extra,
-                above=tuple(segment_peak(profile.segments[k], entry, reference, returned) for k in segments),
-                holds_inputs=frozenset(range(inputs) if entry.mode is Mode.FULL else entry.holds_inputs),
-                holds_outputs=frozenset(entry.holds_outputs),
-                host_bytes=entry.host_bytes,
-            )
+        found[number] = Option(
+            entry=number,
+            seconds=entry.extra_seconds + (window.seconds_per_byte if window else 0) * entry.host_bytes,
+            held_bytes=extra,
+            above=tuple(segment_peak(profile.segments[k], entry, reference, returned) for k in call.segments),
+            holds_inputs=frozenset(range(inputs) if entry.mode is Mode.FULL else entry.holds_inputs),
+            holds_outputs=frozenset(entry.holds_outputs),
+            host_bytes=entry.host_bytes,
         )
-    kept: list[Option] = []
-    for option in found:
-        if any(other.no_worse_than(option) for other in kept):
+    return found
+
+
+def _worthwhile(
+    found: Sequence[dict[int, Option]], alike: Sequence[dict[int, Any]]
+) -> tuple[tuple[Option, ...], ...]:
+    """Of tied calls: what they can all do, one option each, without what is beaten in all respects by
+    something else for all of them."""
+    by_way = [
+        {way: options[entry] for entry, way in ways_of.items() if entry in options}
+        for options, ways_of in zip(found, alike, strict=True)
+    ]
+    kept: list[tuple[Option, ...]] = []
+    for way in by_way[0]:
+        if not all(way in options for options in by_way):
             continue
-        kept = [other for other in kept if not option.no_worse_than(other)]
-        kept.append(option)
-    return tuple(kept)
+        together = tuple(options[way] for options in by_way)
+        if any(_no_worse(other, together) for other in kept):
+            continue
+        kept = [other for other in kept if not _no_worse(together, other)]
+        kept.append(together)
+    return tuple(zip(*kept, strict=True)) if kept else tuple(() for _ in found)
+
+
+def _no_worse(ours: Sequence[Option], theirs: Sequence[Option]) -> bool:
+    return all(one.no_worse_than(other) for one, other in zip(ours, theirs, strict=True))
 
 
 # ------------------------------------------------------------------------------------------- in matrix form
@@ -283,7 +322,8 @@ def _options(
 
 @dataclass(frozen=True)
 class _Matrix:
-    """Columns: an option per call, then the level at each segment, then the share let go of each boundary."""
+    """Columns: an option per group of tied calls, then the level at each segment, then the share let go of
+    each boundary."""
 
     rows: csr_array
     lower: Floats
@@ -298,8 +338,8 @@ def _matrix(problem: Program) -> _Matrix:
 
     All bytes are relative to the largest that occurs, all seconds to the dearest choice.
     """
-    offsets = np.cumsum([0, *(len(call.options) for call in problem.calls)])
-    options, segments = int(offsets[-1]), len(problem.base_bytes)
+    offsets, options = _columns(problem)
+    segments = len(problem.base_bytes)
     scale = byte_scale(problem)
     entries: list[tuple[int, int, float]] = []
     lower: list[float] = []
@@ -312,10 +352,14 @@ def _matrix(problem: Program) -> _Matrix:
 
     changes: list[list[tuple[int, float]]] = [[] for _ in range(segments + 1)]
     needs: list[list[tuple[int, float]]] = [[] for _ in range(segments)]
-    for call, first in zip(problem.calls, offsets, strict=False):
-        row([(int(first) + i, 1.0) for i in range(len(call.options))], 1.0, 1.0)
+    seconds = np.zeros(options)
+    for group in problem.groups:
+        first = offsets[group[0]]
+        row([(first + i, 1.0) for i in range(len(problem.calls[group[0]].options))], 1.0, 1.0)
+    for call, first in zip(problem.calls, offsets, strict=True):
         for i, option in enumerate(call.options):
-            column = int(first) + i
+            column = first + i
+            seconds[column] += option.seconds
             if call.span is not None and option.held_bytes:
                 _between(
                     changes, call.span.forward + 1, call.span.backward, column, option.held_bytes / scale
@@ -328,7 +372,7 @@ def _matrix(problem: Program) -> _Matrix:
         assert span is not None  # or it would not be among the boundaries
         _between(changes, span.forward + 1, span.returns - 1, let_go, -boundary.nbytes / scale)
         for index, holds in ((boundary.producer, held_by_producer), (boundary.consumer, held_by_consumer)):
-            first = int(offsets[index])
+            first = offsets[index]
             holders = [
                 (first + i, 1.0) for i, o in enumerate(problem.calls[index].options) if holds(boundary, o)
             ]
@@ -339,7 +383,6 @@ def _matrix(problem: Program) -> _Matrix:
     first_segment_row = len(lower)
     for k in range(segments):
         row([(options + k, 1.0), *needs[k]], -np.inf, 0.0)
-    seconds = np.array([option.seconds for call in problem.calls for option in call.options])
     cost = np.concatenate([seconds / second_scale(problem), np.zeros(segments + len(problem.boundaries))])
     rows = csr_array(
         coo_array(
@@ -354,6 +397,16 @@ def _matrix(problem: Program) -> _Matrix:
         )
     )
     return _Matrix(rows, np.array(lower), np.array(upper), first_segment_row, cost, options)
+
+
+def _columns(problem: Program) -> tuple[list[int], int]:
+    """The column of each call's first option, and how many there are. Tied calls have theirs in common."""
+    offsets, count = [0] * len(problem.calls), 0
+    for group in problem.groups:
+        for index in group:
+            offsets[index] = count
+        count += len(problem.calls[group[0]].options)
+    return offsets, count
 
 
 def _between(
@@ -409,7 +462,8 @@ def memory_prices(problem: Program, budget_bytes: int) -> Floats:
 def lagrangian_bound(problem: Program, budget_bytes: int, prices: Floats) -> float:
     """Seconds that no choice within the budget can undercut, whatever the prices (>= 0) are.
 
-    Memory is bought at its price instead of being limited; then every call chooses alone. Valid for any
+    Memory is bought at its price instead of being limited; then every call chooses alone, or with those it
+    is tied to. Valid for any
     prices; with those of `memory_prices` it is the relaxed optimum, or a little less where producers hold
     boundary tensors.
     """
@@ -421,17 +475,22 @@ def lagrangian_bound(problem: Program, budget_bytes: int, prices: Floats) -> flo
             price = float(running[span.returns] - running[span.forward + 1]) * boundary.nbytes
             refund.setdefault(boundary.consumer, []).append((boundary, max(price, 0.0)))
     total = -float(prices @ _segment_caps(problem, budget_bytes)) if len(prices) else 0.0
+    bought: list[list[float]] = []  # what each option of each call costs then
     for index, call in enumerate(problem.calls):
         held = 0.0
         if call.span is not None:
             held = float(running[call.span.backward + 1] - running[call.span.forward + 1])
-        total += min(
-            option.seconds
-            + held * option.held_bytes
-            + sum(float(prices[k]) * above for k, above in zip(call.segments, option.above, strict=True))
-            - sum(price for b, price in refund.get(index, ()) if not held_by_consumer(b, option))
-            for option in call.options
+        bought.append(
+            [
+                option.seconds
+                + held * option.held_bytes
+                + sum(float(prices[k]) * above for k, above in zip(call.segments, option.above, strict=True))
+                - sum(price for b, price in refund.get(index, ()) if not held_by_consumer(b, option))
+                for option in call.options
+            ]
         )
+    for group in problem.groups:
+        total += min(map(sum, zip(*(bought[index] for index in group), strict=True)))
     return total
 
 
@@ -466,9 +525,8 @@ def solve_milp(problem: Program, budget_bytes: int | None, *, gap: float = 1e-6)
     )
     if result.x is None:
         return None
-    chosen, first = [], 0
-    for call in problem.calls:
+    chosen = []
+    for call, first in zip(problem.calls, _columns(problem)[0], strict=True):
         share = np.asarray(result.x)[first : first + len(call.options)]
         chosen.append(int(np.argmax(share)))
-        first += len(call.options)
     return tuple(chosen)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -20,6 +20,7 @@ from remat.planner.chain import Chain, chain, fastest
 from remat.planner.link import host_bytes
 from remat.planner.program import Program, Window, memory_prices, program, solve_milp, window_sizes
 from remat.planner.simulate import Simulator, Span, Timeline, spans
+from remat.planner.tied import fastest_tied
 from remat.records import Action, Entry, Profile
 
 __all__ = ["Proposal", "polished", "proposals", "rank"]
@@ -72,30 +73,42 @@ def polished(profile: Profile, budget_bytes: int, allow: Sequence[Action], start
     """What the simulator prefers among the neighbours of a plan, or among all plans where those are few."""
     simulator = Simulator(profile)
     problem = program(profile, allow)
-    menus = [[option.entry for option in call.options] for call in problem.calls]
-    if math.prod(map(len, menus)) <= _MOST_TRIALS:
-        everything = (_proposal(simulator, choices) for choices in itertools.product(*menus))
+    moves = [
+        [
+            tuple((i, option.entry) for i, option in zip(group, options, strict=True))
+            for options in zip(*(problem.calls[i].options for i in group), strict=True)
+        ]
+        for group in problem.groups
+    ]
+    if math.prod(map(len, moves)) <= _MOST_TRIALS:
+        everything = (
+            _proposal(simulator, _moved(start.choices, itertools.chain(*move)))
+            for move in itertools.product(*moves)
+        )
         return min((start, *everything), key=lambda p: rank(profile, p, budget_bytes))
     where = spans(profile)
+    menus = [profile.kinds[call.kind].menu for call in profile.calls]
     best, trials, improved = start, 0, True
     while improved and trials < _MOST_TRIALS:
         improved = False
         waits = best.timeline.link is not None and best.timeline.link.waited_seconds > 0
-        for call, menu in enumerate(menus):
-            entries_of = profile.kinds[profile.calls[call].kind].menu
-            for entry in menu:
-                faster = entries_of[entry].extra_seconds < entries_of[best.choices[call]].extra_seconds
-                if entry == best.choices[call] or not (faster or waits):
-                    continue
-                if not _may_fit(
-                    best, where[call], entries_of[best.choices[call]], entries_of[entry], budget_bytes
-                ):
-                    continue
-                other = _proposal(simulator, (*best.choices[:call], entry, *best.choices[call + 1 :]))
-                trials += 1
-                if rank(profile, other, budget_bytes) < rank(profile, best, budget_bytes):
-                    best, improved = other, True
+        for move in itertools.chain(*moves):
+            changes = [(where[i], menus[i][best.choices[i]], menus[i][entry]) for i, entry in move]
+            seconds = sum(other.extra_seconds - now.extra_seconds for _, now, other in changes)
+            if all(now is other for _, now, other in changes) or not (seconds < 0 or waits):
+                continue
+            if not all(_may_fit(best, span, now, other, budget_bytes) for span, now, other in changes):
+                continue
+            other = _proposal(simulator, _moved(best.choices, move))
+            trials += 1
+            if rank(profile, other, budget_bytes) < rank(profile, best, budget_bytes):
+                best, improved = other, True
     return best
+
+
+def _moved(choices: tuple[int, ...], move: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+    changed = dict(move)
+    return tuple(changed.get(call, choice) for call, choice in enumerate(choices))
 
 
 def _may_fit(best: Proposal, span: Span | None, now: Entry, other: Entry, budget_bytes: int) -> bool:
@@ -107,8 +120,8 @@ def _may_fit(best: Proposal, span: Span | None, now: Entry, other: Entry, budget
     if span is None or not span.recorded or best.timeline.peak_bytes > budget_bytes or lets_go:
         return True
     between = best.timeline.points[span.forward + 1 : span.returns]
-    highest = max((point.peak_bytes - point.moving for point in between), default=0)
-    return highest + other.resident_bytes - now.resident_bytes <= budget_bytes
+    more = other.resident_bytes - now.resident_bytes
+    return all(point.peak_bytes - point.moving + more <= budget_bytes for point in between)
 
 
 def rank(profile: Profile, proposal: Proposal, budget_bytes: int) -> tuple[float, ...]:
@@ -143,6 +156,9 @@ def _of_window(
 
 
 def _options(problem: Program, nested: Chain | None, limit_bytes: int) -> Sequence[int] | None:
+    if problem.has_ties:
+        tied = fastest_tied(problem, limit_bytes, memory_prices(problem, limit_bytes))
+        return None if tied is None else tied.options
     if nested is None:
         return solve_milp(problem, limit_bytes)
     found = fastest(nested, limit_bytes, memory_prices(problem, limit_bytes))

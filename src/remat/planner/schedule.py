@@ -14,6 +14,7 @@ from remat.planner.chain import chain, fastest
 from remat.planner.program import Program, memory_prices, programs, solve_milp
 from remat.planner.proposals import polished, proposals, rank
 from remat.planner.simulate import Timeline, simulate
+from remat.planner.tied import fastest_tied
 from remat.records import Action, Mode, Phase, Plan, Profile
 from remat.units import format_bytes, format_seconds
 
@@ -160,6 +161,8 @@ class _Solved:
 def _solve(profile: Profile, problem: Program, budget_bytes: int) -> _Solved:
     nested = chain(problem)
     least = least_choices(problem, nested)
+    if problem.has_ties:
+        return _solve_tied(profile, problem, budget_bytes, least)
     if nested is None:
         return _Solved(least, _solve_general(profile, problem, budget_bytes, least))
     found = fastest(nested, budget_bytes, memory_prices(problem, budget_bytes))
@@ -167,6 +170,15 @@ def _solve(profile: Profile, problem: Program, budget_bytes: int) -> _Solved:
         return _Solved(least, None)
     options = [found.options.get(i, 0) for i in range(len(problem.calls))]
     return _Solved(least, entries(problem, options), found.gap_seconds)
+
+
+def _solve_tied(profile: Profile, problem: Program, budget_bytes: int, least: tuple[int, ...]) -> _Solved:
+    if simulate(profile, least).peak_bytes > budget_bytes:
+        return _Solved(least, None)
+    known = [[o.entry for o in call.options].index(e) for call, e in zip(problem.calls, least, strict=True)]
+    found = fastest_tied(problem, budget_bytes, memory_prices(problem, budget_bytes), known)
+    assert found is not None  # no worse than what is known
+    return _Solved(least, entries(problem, found.options), found.gap_seconds)
 
 
 def _solve_general(

@@ -287,16 +287,20 @@ def _bare(profile: Profile, like: Profile) -> Profile:
     """Text and graphs are none of `_blend`'s business."""
     return replace(
         profile,
-        kinds=tuple(replace(kind, graph=None, signature="", note="") for kind in profile.kinds),
+        kinds=tuple(
+            replace(kind, graph=None, signature=same.signature, note="")
+            for kind, same in zip(profile.kinds, like.kinds, strict=True)
+        ),
         signature=like.signature,
         notes=like.notes,
     )
 
 
 def without_recipes(profile: Profile) -> Profile:
-    """The same with whole regions only: what needs no graph, and so runs at any size."""
+    """The same with whole regions only: what needs no graph, and so runs at any size. Such a region runs all
+    its calls alike, whatever comes in."""
     kinds = (
-        replace(kind, menu=tuple(entry for entry in kind.menu if entry.mode is not Mode.RECIPE))
+        replace(kind, menu=tuple(e for e in kind.menu if e.mode is not Mode.RECIPE), signature="")
         for kind in profile.kinds
     )
     return replace(profile, kinds=tuple(kinds))

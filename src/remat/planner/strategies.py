@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from remat.errors import BudgetError, InputError
 from remat.planner.schedule import keep_everything, make_plan, schedule
 from remat.planner.simulate import simulate
+from remat.planner.ties import tied_calls
 from remat.records import Action, Plan, Profile
 
 __all__ = [
@@ -91,8 +92,10 @@ def _extra_seconds(profile: Profile, call: int) -> float:
 
 def _choices(profile: Profile, recompute: Sequence[int]) -> tuple[int, ...]:
     choices = list(keep_everything(profile))
-    for call in recompute:
-        choices[call] = _full_entry(profile, call)
+    for group in tied_calls(profile):
+        if not set(recompute).isdisjoint(group):
+            for call in group:
+                choices[call] = _full_entry(profile, call)
     return tuple(choices)
 
 

@@ -64,6 +64,7 @@ from remat.run.recipe import compile_recipe
 from remat.run.region import PlannedRegion, Variant
 from remat.trace.discover import find_blocks
 from remat.trace.fake import AcceleratorKernels, OpSeconds, build, faking, new_mode, without_memory
+from remat.trace.loops import with_loops
 from remat.trace.price import Rates, estimate
 from remat.trace.survey import Species, survey, timeline
 from remat.trees import map_tensors
@@ -164,7 +165,7 @@ class _Estimate:
         return run_step(self.model, self.batch, self.loss)
 
     def profile(self, held: OptimizerBytes | None, accumulate: bool) -> Profile:
-        blocks = find_blocks(self.model)
+        blocks = with_loops(self.model, find_blocks(self.model), self.run)
         kinds: list[Kind] = []
 
         def describe(species: Species, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -18,10 +18,19 @@ from torch import nn
 from remat.errors import InputError
 from remat.run.wrap import Around, bypassed
 
-__all__ = ["every_function", "functions", "install_function", "region", "remove_function"]
+__all__ = [
+    "called_functions",
+    "every_function",
+    "functions",
+    "install_function",
+    "region",
+    "remove_function",
+]
 
 _installed: dict[str, tuple[Around, weakref.ref[nn.Module]]] = {}
 _visitors: list[tuple[Callable[[str], Around], weakref.ref[nn.Module]]] = []
+
+_noted: list[list[str]] = []
 
 
 def region(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,6 +46,8 @@ def region(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        if _noted:
+            _noted[-1].append(name)
         if (_installed or _visitors) and not bypassed():
             around, model = _around(name)
             if around is not None and model is not None and _belongs(fn, args, model):
@@ -101,6 +112,16 @@ def remove_function(name: str) -> None:
 def functions(model: nn.Module) -> dict[str, Around]:
     """The planned functions of this model."""
     return {name: around for name, (around, owner) in _installed.items() if owner() is model}
+
+
+@contextmanager
+def called_functions() -> Iterator[list[str]]:
+    """The names of all marked functions that are called inside, also where no gradients are computed."""
+    _noted.append([])
+    try:
+        yield _noted[-1]
+    finally:
+        _noted.pop()
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from torch import nn
 
 from remat.errors import InputError
 
-__all__ = ["Block", "Selector", "find_blocks", "resolve"]
+__all__ = ["Block", "Selector", "find_blocks", "is_composite", "outermost", "resolve"]
 
 Selector: TypeAlias = "str | type[nn.Module] | Sequence[str | type[nn.Module]]"
 
@@ -42,7 +42,7 @@ def find_blocks(model: nn.Module) -> tuple[Block, ...]:
     Lists of composite modules first; where a model has none, blocks written as attributes (block1, block2);
     then plain layers (a stack of Linear).
     """
-    for counts, lists_only in ((_is_composite, True), (_is_composite, False), (_has_parameters, False)):
+    for counts, lists_only in ((is_composite, True), (is_composite, False), (_has_parameters, False)):
         found = _search(model, "", set(), counts, lists_only)
         if found:
             return tuple(found)
@@ -111,7 +111,8 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _is_composite(module: nn.Module) -> bool:
+def is_composite(module: nn.Module) -> bool:
+    """More than a plain layer."""
     recurrent = isinstance(module, nn.RNNBase)  # as large as a block, though it has no submodules
     return (recurrent or next(module.children(), None) is not None) and _has_parameters(module)
 
@@ -133,7 +134,7 @@ def resolve(
         for selector in _listed(only):
             for block in _select(model, blocks, selector, "only"):
                 chosen.setdefault(id(block.module), block)
-        blocks = tuple(_outermost(chosen.values()))
+        blocks = tuple(outermost(chosen.values()))
     if exclude is not None:
         dropped = {id(b.module) for s in _listed(exclude) for b in _select(model, blocks, s, "exclude")}
         blocks = tuple(block for block in blocks if id(block.module) not in dropped)
@@ -171,7 +172,7 @@ def _tower(name: str) -> str:
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
 
 
-def _outermost(blocks: Iterable[Block]) -> list[Block]:
+def outermost(blocks: Iterable[Block]) -> list[Block]:
     """Without those that lie inside another one: checkpointing twice would recompute twice."""
     blocks = list(blocks)
     inner = {id(m) for block in blocks for m in block.module.modules() if m is not block.module}

@@ -187,12 +187,11 @@ class _Search:
             states, parents, chosen, columns, open_pairs = self._grown(
                 number, states, columns, offsets, open_pairs, beat_pico
             )
-            bounds = self._bounds(number + 1, states)
-            kept, left_out = _shortened(states, bounds, width)
+            states, columns = self._merged(number + 1, states, columns, offsets)
+            kept, left_out = _shortened(states, self._bounds(number + 1, states), width)
             unexplored = min(unexplored, left_out)
             states = states.only(kept)
             history.append((parents[kept], chosen[kept]))
-            states, columns = self._merged(number + 1, states, columns, offsets)
             if not len(states.pico):
                 return None, unexplored
         at = int(np.argmin(states.pico))

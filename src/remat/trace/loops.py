@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from remat import ranks
 from remat.check.live import storages_of
 from remat.run.functions import called_functions
 from remat.trace.discover import Block, is_composite, outermost
@@ -34,7 +35,7 @@ def with_loops(
     candidates = _candidates(model, composite)
     if not candidates:
         return tuple(blocks)
-    names = _looped(candidates, run)
+    names = ranks.agree(_looped(candidates, run))
     looped = [block for block in candidates if block.name in names]
     return (*composite, *outermost(looped)) if looped else tuple(blocks)
 

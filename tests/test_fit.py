@@ -76,19 +76,30 @@ def _t5() -> tuple[nn.Module, Any, Any]:
     return T5ForConditionalGeneration(config), batch, own_loss
 
 
+class BasicBlock(nn.Module):
+    """As in ResNet-34: a quarter of what it saves is its input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        y += x
+        return self.relu(y)
+
+
 def _resnet() -> tuple[nn.Module, Any, Any]:
     model = TinyResNet()
-    from models import Bottleneck
-
-    model.layer1 = nn.Sequential(*[Bottleneck(8) for _ in range(6)])
-    model.layer2 = nn.Sequential(*[Bottleneck(8) for _ in range(6)])
+    model.layer1 = nn.Sequential(*[BasicBlock(8) for _ in range(8)])
+    model.layer2 = nn.Sequential(*[BasicBlock(8) for _ in range(8)])
     return model, torch.randn(8, 3, 16, 16), squared
 
 
 BUILD = {"llama": _llama, "gpt2": _gpt2, "bert": _bert, "vit": _vit, "t5": _t5, "resnet": _resnet}
 SHARES = (0.75, 0.5, 0.35)
-# Gradients and one region's working set alone are more: these shapes are tiny.
-OUT_OF_REACH = {(name, 0.35) for name in BUILD} | {("resnet", 0.5)}
 
 
 @functools.cache
@@ -119,12 +130,7 @@ def counted_peak(given: Case) -> int:
 def test_the_budget_is_met_the_peak_predicted_and_the_gradients_equal(name: str, share: float) -> None:
     given = case(name)
     expected = step(given, copy.deepcopy(given.model))
-    try:
-        handle = remat.fit(given.model, given.batch, activations=share, loss=given.loss)
-    except remat.BudgetError as error:
-        assert (name, share) in OUT_OF_REACH
-        # Then the number that it gives must be in reach.
-        handle = remat.fit(given.model, given.batch, error.needed, loss=given.loss)
+    handle = remat.fit(given.model, given.batch, activations=share, loss=given.loss)
     assert_same(expected, step(given, given.model))
     assert handle.verification is not None
     assert handle.verification.bitwise

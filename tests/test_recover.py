@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import remat
+from remat.check.live import LiveBytes
 from remat.planner.schedule import make_plan
 from remat.run.recover import Gradients, is_out_of_memory
 
@@ -269,6 +270,71 @@ def test_a_step_that_changed_weights_is_not_run_again():
 
     with pytest.raises(remat.RecoveryError, match=r"changed 1 parameters, first head\.weight"):
         handle.step(step)
+
+
+class Masked(Net):
+    """Buffers that are only read, one that is written in place, and one that is written behind autograd."""
+
+    def __init__(self, sometimes=False):
+        super().__init__()
+        for number, block in enumerate(self.blocks):
+            block.register_buffer("mask", torch.ones(64, 64))
+            block.register_buffer("average", torch.zeros(8))
+            block.register_buffer("count", torch.zeros(1))
+            block.register_forward_pre_hook(functools.partial(self.read, number))
+        self.sometimes = sometimes
+
+    def read(self, number, block, args):
+        with torch.no_grad():
+            block.average.lerp_(args[0].mean(0) + block.mask[0, 0], 0.1)
+        block.count.data += 1
+        if self.sometimes and number == 0:
+            block.mask.mul_(0.5)
+
+
+def test_only_buffers_that_the_step_writes_are_copied():
+    seed()
+    model, x = Masked(), batches(1)[0]
+    masks = sum(block.mask.nbytes for block in model.blocks)
+    handle = remat.fit(model, x, activations=0.7)
+    profile = handle.plan.profile
+    assert {name.rsplit(".", 1)[-1] for name in profile.written} == {
+        "average", "count", "num_batches_tracked", "running_mean", "running_var",
+    }  # fmt: skip
+    named = dict(model.named_buffers())
+    assert profile.step.remembered == sum(named[name].nbytes for name in profile.written) < masks
+    resident = [*model.parameters(), *model.buffers(), x]
+    with LiveBytes() as live:
+        live.watch(resident)
+        live.reset_peak()
+        handle.step(lambda: model(x))
+        assert live.peak_bytes <= handle.plan.budget_bytes
+
+
+def test_buffers_of_all_kinds_are_put_back():
+    seed()
+    plain = Masked()
+    model = copy.deepcopy(plain)
+    handle = remat.fit(model, batches(1)[0], activations=0.7)
+    faults = Faults(model)
+    faults.at("backward", 0, times=2)
+    seed()
+    plain(batches(1)[0]).backward()
+    seed()
+    handle.step(lambda: model(batches(1)[0]))
+    assert faults.raised == 2
+    assert_same_state(state_of(plain), state_of(model))
+
+
+def test_a_buffer_that_was_not_written_before_is_not_lost_unnoticed():
+    seed()
+    model, x = Masked(), batches(1)[0]
+    handle = remat.fit(model, x, activations=0.7)
+    faults = Faults(model)
+    faults.at("backward", 0)
+    model.sometimes = True
+    with pytest.raises(remat.RecoveryError, match=r"1 buffers .* first blocks\.0\.mask"):
+        handle.step(lambda: model(x))
 
 
 def test_a_loss_is_asked_for():

@@ -7,10 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from remat.planner.schedule import with_chunks
 from remat.planner.sizes import MisfitError, chord, family, polynomial, template, without_recipes
 from remat.records import (
     Entry,
     Environment,
+    HeadChunks,
     Kind,
     Mode,
     Op,
@@ -140,6 +142,20 @@ def test_a_family_tells_the_profile_of_any_size():
     assert made.graph_at(0, 1000).values == expected.kinds[0].graph.values
     assert made.graph_at(0, 680) == profile_of(680).kinds[0].graph
     assert made.profile_at(680) == profile_of(680)
+
+
+def test_the_step_before_may_have_been_the_largest():
+    def holding(n):
+        found = profile_of(n)
+        head = HeadChunks("head", found.segments, found.step_seconds, output_bytes=n)
+        return replace(found, step=replace(found.step, outputs=50 * n), head=head)
+
+    made = family([(n, holding(n)) for n in SIZES])
+    for size in (100, *SIZES, 1000):
+        found = made.profile_at(size)
+        assert (found.step.outputs, found.head.output_bytes) == (50 * 2048, 2048)
+    assert made.profile_at(4096).step.outputs == 50 * 4096
+    assert with_chunks(made.profile_at(680)).step.outputs == 2048
 
 
 def test_menus_are_what_all_sizes_have_in_common():

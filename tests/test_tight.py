@@ -142,6 +142,84 @@ def test_a_new_size_at_the_least_budget_there_is(layers: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
+def test_what_a_longer_batch_is_said_to_need_is_enough() -> None:
+    """Nothing of that length was run; the first time there are also the tables of the spot check."""
+    model, longest, longer = Gpt(2), tokens(4, 256), tokens(4, 300)
+    expected = gradients(model, longer)
+    with (
+        remat.fit(model, longest, needed_for(model, longest), adaptive=True),
+        pytest.raises(remat.BudgetError, match="size 300") as caught,
+    ):
+        model(**longer)
+    budget = caught.value.needed
+    with remat.fit(model, longest, budget, adaptive=True):
+        assert [peak_of(model, longer, limit_bytes=budget) <= budget for _ in range(2)] == [True, True]
+        found = gradients(model, longer)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+class Telling(Gpt):
+    """Gives more than a loss."""
+
+    def forward(self, ids: Tensor, everything: bool = False) -> dict[str, Any]:
+        x = self.embedding(ids)
+        states = [x]
+        for block in self.blocks:
+            states.append(x := block(x))
+        logits = self.head(x)
+        loss = F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+        return {"loss": loss, "logits": logits, "states": states if everything else None}
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+@pytest.mark.parametrize("options", [{}, {"everything": True}, {"loss": True}, {"chunk": True}])
+def test_a_loop_that_holds_what_the_model_gives(options: dict[str, bool]) -> None:
+    """`out = model(**batch)`: the logits live through backward and until the next forward has returned."""
+    model = Telling(vocabulary=1024)
+    batch: dict[str, Any] = tokens(4, 64)
+    if options.get("everything"):
+        batch["everything"] = True
+
+    def own(out: dict[str, Any], batch: dict[str, Any]) -> Tensor:
+        return F.cross_entropy(out["logits"].flatten(0, 1), batch["ids"].flatten())
+
+    loss = own if options.get("loss") else None
+    allow = ["keep", "recompute", "chunk"] if options.get("chunk") else None
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    share = 0.4 if allow else 0.6
+    handle = remat.fit(model, batch, activations=share, optimizer=optimizer, loss=loss, allow=allow)
+    assert handle.plan.profile.chunked == bool(allow)
+    budget, peaks = handle.plan.budget_bytes, []
+    gc.collect()
+    with LiveBytes() as live:
+        live.watch([*model.parameters(), batch["ids"]])
+        for _ in range(3):
+            live.reset_peak()
+            out = model(**batch)
+            value = out["loss"] if loss is None else loss(out, batch)
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            peaks.append(live.peak_bytes)
+    assert max(peaks) <= budget
+    assert max(peaks) == pytest.approx(handle.plan.predicted_peak_bytes, rel=0.03)
+
+
+def test_what_counts_as_held() -> None:
+    """Only with an optimizer is there a loop, and a step of the caller's own gives a loss and no more."""
+    model, batch = Telling(2), tokens(4, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    logits = 4 * 64 * 128 * 4
+    assert remat.profile(model, batch, optimizer=optimizer).step.outputs == logits + 4
+    assert remat.profile(model, batch).step.outputs == 0
+    own = remat.profile(model, optimizer=optimizer, step=lambda: model(**batch)["loss"])
+    assert own.step.outputs == 0
+    found = remat.profile(lambda: Telling(2), lambda: tokens(4, 64), device="h100-80gb", optimizer="sgd")
+    assert found.step.outputs == logits + 4
+
+
 def test_without_a_spot_check_such_a_size_is_refused() -> None:
     model, longest, shorter = Gpt(3), tokens(4, 256), tokens(4, 255)
     budget = needed_for(model, longest, check=False)

@@ -29,6 +29,7 @@ from torch import nn
 
 from remat.check.peak import release_cached
 from remat.errors import BudgetError, HostMemoryError
+from remat.fitting import MARGIN
 from remat.handle import Handle, Programs, chunked_head, planned_regions, tighter_limit
 from remat.planner.bounds import least_budget
 from remat.planner.link import host_bytes
@@ -43,7 +44,7 @@ from remat.run.monitor import Monitor, fragmentation_advice, read_device
 from remat.run.offload import Engine
 from remat.run.program import Program
 from remat.run.recipe import compile_recipe
-from remat.run.recover import Failure, remembered_bytes
+from remat.run.recover import Failure
 from remat.run.region import PlannedRegion
 from remat.run.switch import Switchboard, Table
 from remat.run.wrap import bypassed
@@ -575,13 +576,15 @@ class AdaptiveHandle(Handle):
             made = schedule(found, limit, allow=allow, polish=False)
         except BudgetError as error:
             made = least_plan(found, allow, error.needed)
-            least = made.predicted_peak_bytes
-            if least > self._budget - self._over and not self._is_tightened():
+            needed = made.predicted_peak_bytes + self._over
+            if size > self._family.sizes[-1]:  # nothing of that size was ever run
+                needed = math.ceil(needed * (1 + MARGIN))
+            if needed > self._budget and not self._is_tightened():
                 where = f"This batch is of size {size}; what was measured: {list(self.sizes)}. {error.where}"
                 hints = error.hints
                 if size in self._hostless:
                     hints = ("free host memory", *(hint for hint in hints if hint != "allow offload"))
-                raise refusal(self._budget, least + self._over, hints, where) from None
+                raise refusal(self._budget, needed, hints, where) from None
         return replace(made, budget_bytes=self._budget)
 
     def _is_tightened(self) -> bool:
@@ -592,15 +595,15 @@ class AdaptiveHandle(Handle):
         return limit if self._limit is None else min(limit, self._limit)
 
     def _reserve_bytes(self) -> int:
-        """Beside the plans: how much the fitted step exceeded its prediction, the copies of buffers that
-        `step` makes, and what may lie between the measured sizes. On CUDA that is about half a MiB for each
-        tensor that is held: so much of a piece the allocator leaves unused, at one size if not at another."""
+        """Beside the plans: how much the fitted step exceeded its prediction, and what may lie between the
+        measured sizes. On CUDA that is about half a MiB for each tensor that is held: so much of a piece the
+        allocator leaves unused, at one size if not at another."""
         profile = self._fitted.profile
         between = int(_RESERVE * self._budget)
         if profile.environment.device.startswith("cuda"):
             held = sum(_saved_storages(profile.kinds[call.kind]) for call in profile.calls)
             between = int(_RESERVE_CUDA * self._budget) + held * _PIECE_BYTES
-        return self._over + remembered_bytes(self.model, self._device) + between
+        return self._over + between
 
     # -- less memory, more memory
 

@@ -17,14 +17,14 @@ from remat._torch_private import compiler_problem, partitioner_problem
 from remat.adaptive import AdaptiveHandle
 from remat.check import verify as check_verify
 from remat.check.chance import SeededRun
-from remat.check.step import Loss, run_step, signature, tensors_of
+from remat.check.step import Loss, Output, run_step, signature, tensors_of
 from remat.check.verify import Verification
 from remat.devices import Device
-from remat.errors import BudgetError, InputError
+from remat.errors import InputError
 from remat.estimating import OptimizerLike, estimate_profile
 from remat.fitting import fitted, rounding
 from remat.handle import Handle, apply, at_work, chunked_head
-from remat.planner.schedule import keep_everything, refusal, schedule
+from remat.planner.schedule import keep_everything, schedule
 from remat.planner.simulate import simulate
 from remat.planner.ties import tied_calls
 from remat.profiling import Request, build_profile, device_of
@@ -32,7 +32,6 @@ from remat.records import Action, Mode, Plan, Profile
 from remat.run.compiled import BACKENDS, DEFAULT_BACKEND, PUBLIC, WHOLE, is_compiled
 from remat.run.functions import functions
 from remat.run.journal import Event
-from remat.run.recover import remembered_bytes
 from remat.run.region import PlannedRegion
 from remat.run.wrap import wrapped
 from remat.show.progress import showing
@@ -167,7 +166,7 @@ def fit(
     batch = ranks.largest(batch, signature(batch))
     request = _request(model, batch, loss, step, optimizer, accumulate, allowed, compile)
     request = replace(request, parts=request.parts and adaptive is False)
-    others = _other_sizes(model, batch, loss, step, adaptive)
+    others = _other_sizes(model, batch, loss, step, adaptive, request.output)
     if adaptive is not False and request.compiler:
         raise InputError(
             "adaptive plans do not compile blocks: every new size would compile them again; leave out "
@@ -183,12 +182,7 @@ def fit(
             handle.on_event = on_event
             return handle
         measured = measure_sizes(request, found, others, progress)
-        room = remembered_bytes(model, device_of(model))  # handle.step shall find it
-        try:
-            handle = fitted(request, found, budget_bytes - room, allowed, check, progress)
-        except BudgetError as error:
-            raise refusal(budget_bytes, error.needed + room, error.hints, error.where) from None
-        handle.plan = replace(handle.plan, budget_bytes=budget_bytes)
+        handle = fitted(request, found, budget_bytes, allowed, check, progress)
         progress("planning for other sizes")
         adapting = AdaptiveHandle(handle, measured, check, on_event)
         try:
@@ -294,9 +288,13 @@ def _request(
             "give a batch (and loss= if the model returns none), or step=, a callable that returns the loss"
         )
 
+    # With an optimizer there is a loop, which may hold what one step gives until the next. A `step` that the
+    # caller has written gives a loss and nothing else.
+    output = Output() if optimizer is not None and step is None else None
+
     def run() -> torch.Tensor:
         with quietly():
-            return _run(model, batch, loss, step)
+            return _run(model, batch, loss, step, output)
 
     whole = _in_one_graph(compile)
     if whole and Action.OFFLOAD in allow:
@@ -311,6 +309,7 @@ def _request(
         signature="custom step" if batch is None else signature(batch),
         batch_bytes=0 if batch is None else _batch_bytes(model, batch),
         optimizer=optimizer,
+        output=output,
         accumulate=seen or (accumulate is True) or (not isinstance(accumulate, bool) and accumulate > 1),
         chunk=Action.CHUNK in allow,
         offload=Action.OFFLOAD in allow,
@@ -376,15 +375,22 @@ def _compiler(model: nn.Module, compile: bool | str | None, device: torch.device
     return backend
 
 
-def _run(model: nn.Module, batch: Any, loss: Loss | None, step: Step | None) -> torch.Tensor:
+def _run(
+    model: nn.Module, batch: Any, loss: Loss | None, step: Step | None, output: Output | None = None
+) -> torch.Tensor:
     """Forward and loss, as the caller has them: the model's own, a function's, a function of the batch."""
     if step is None:
-        return run_step(model, batch, loss)
+        return run_step(model, batch, loss, output)
     return step() if batch is None else step(batch)
 
 
 def _other_sizes(
-    model: nn.Module, batch: Any, loss: Loss | None, step: Step | None, adaptive: bool | Sequence[Any]
+    model: nn.Module,
+    batch: Any,
+    loss: Loss | None,
+    step: Step | None,
+    adaptive: bool | Sequence[Any],
+    output: Output | None,
 ) -> list[tuple[Step, str, int]]:
     """Batches of other sizes to measure, each with a function that runs it."""
     if adaptive is False:
@@ -404,7 +410,7 @@ def _other_sizes(
 
     def run(other: Any) -> torch.Tensor:
         with quietly():
-            return _run(model, other, loss, step)
+            return _run(model, other, loss, step, output)
 
     return [
         (SeededRun(partial(run, other)), signature(other), _batch_bytes(model, other)) for other in batches

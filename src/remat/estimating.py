@@ -21,7 +21,8 @@ import difflib
 import os
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -35,15 +36,15 @@ from torch._subclasses.fake_tensor import (
 from remat.check.bench import Bench, bench
 from remat.check.live import Meter
 from remat.check.optimizer import OptimizerBytes, optimizer_bytes
-from remat.check.step import Loss, fingerprint, run_step, signature, tensors_of
-from remat.check.untouched import untouched
+from remat.check.step import Loss, Output, fingerprint, run_step, signature, tensors_of
+from remat.check.untouched import untouched, written_buffers
 from remat.devices import Device
 from remat.devices import device as find_device
 from remat.errors import CaptureError, InputError
 from remat.hosting import link_amounts
 from remat.menus import menu_entry, sorted_menu
 from remat.planner.menu import recipes, working_set_bytes
-from remat.profiling import region_call, storage_bytes, survey_notes
+from remat.profiling import region_call, remembered_bytes, storage_bytes, survey_notes
 from remat.records import (
     Entry,
     Environment,
@@ -160,9 +161,10 @@ class _Estimate:
     kernels: AcceleratorKernels
     progress: Progress
     link: LinkRates | None = None
+    output: Output = field(default_factory=Output)
 
     def run(self) -> torch.Tensor:
-        return run_step(self.model, self.batch, self.loss)
+        return run_step(self.model, self.batch, self.loss, self.output)
 
     def profile(self, held: OptimizerBytes | None, accumulate: bool) -> Profile:
         blocks = with_loops(self.model, find_blocks(self.model), self.run)
@@ -186,7 +188,10 @@ class _Estimate:
             parameter.grad = None
         clock = _clock(self.target)
         with Meter(_HOST) as meter, clock:
-            segments = timeline(self.model, blocks, self.run, meter, found.sightings)
+            with nullcontext() if held is None else self.output.held():
+                segments = timeline(self.model, blocks, self.run, meter, found.sightings)
+                level = meter.current_bytes()
+            output_bytes = level - meter.current_bytes()
         calls = tuple(region_call(sighting) for sighting in found.sightings)
         references = [kinds[call.kind].menu[kinds[call.kind].reference] for call in calls]
         return Profile(
@@ -194,7 +199,7 @@ class _Estimate:
             fingerprint=fingerprint(self.model),
             signature=signature(self.batch),
             environment=_environment(self.target),
-            step=self._step_bytes(held),
+            step=self._step_bytes(held, output_bytes),
             kinds=tuple(kinds),
             calls=calls,
             boundary_bytes=tuple(found.boundary_bytes),
@@ -203,9 +208,10 @@ class _Estimate:
             accumulate=accumulate,
             notes=(*_disclosure(self.model, self.target), *survey_notes(found)),
             link=self.link,
+            written=written_buffers(self.model),
         )
 
-    def _step_bytes(self, held: OptimizerBytes | None) -> StepBytes:
+    def _step_bytes(self, held: OptimizerBytes | None, output_bytes: int) -> StepBytes:
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         batch = sum(tensor.untyped_storage().nbytes() for tensor in tensors_of(self.batch))
         return StepBytes(
@@ -215,6 +221,8 @@ class _Estimate:
             optimizer_state=held.state if held else 0,
             optimizer_temporary=held.temporary if held else 0,
             other=batch + self.target.workspace_bytes,
+            outputs=output_bytes,
+            remembered=remembered_bytes(self.model, written_buffers(self.model), _HOST),
         )
 
 

@@ -24,9 +24,9 @@ from remat.records import Action, Mode, Phase, Plan, Profile
 from remat.trace.joint import is_random
 from remat.units import format_bytes
 
-__all__ = ["fitted", "plan_below", "rounding"]
+__all__ = ["MARGIN", "fitted", "plan_below", "rounding"]
 
-_MARGIN = 0.005  # added to the least budget: what a plan peaks above its prediction
+MARGIN = 0.005  # added to the least budget: what a plan peaks above its prediction
 _PIECES = 0.001  # of the budget, left to the allocator's pieces
 _PIECES_UNSEEN = 0.01  # the same where tensors come later that the confirming run does not have
 _LACKING = 0.05  # of the budget, taken off when the device runs out of memory within it
@@ -195,7 +195,7 @@ def plan_below(found: Profile, budget_bytes: int, over: int, allowed: tuple[Acti
     try:
         made = schedule(found, budget_bytes - pieces - over, allow=allowed)
     except BudgetError as error:
-        needed = math.ceil((error.needed + over) * (1 + _MARGIN) / (1 - _pieces_share(found)))
+        needed = math.ceil((error.needed + over) * (1 + MARGIN) / (1 - _pieces_share(found)))
         raise refusal(budget_bytes, needed, error.hints, error.where) from None
     return replace(made, budget_bytes=budget_bytes)
 
@@ -215,14 +215,13 @@ def _measured_excess(request: Request, handle: Handle, before: int) -> int:
     allocator has it in pieces: the next plan has to do with so much less.
     """
     profile, device = handle.plan.profile, device_of(request.model)
-    alone = replace(
-        profile, accumulate=False, step=replace(profile.step, optimizer_state=0, optimizer_temporary=0)
-    )
+    first = replace(profile.step, optimizer_state=0, optimizer_temporary=0, outputs=0)
+    alone = replace(profile, accumulate=False, step=first)
     predicted = simulate(alone, handle.plan.choices).peak_bytes - alone.step.resident
     release_cached(device)
     with untouched(request.model, request.optimizer) as handle.outside:
         try:
-            handle.measured = step_peak(request.model, request.run, device)
+            handle.measured = step_peak(request.model, request.run, device, request.holding)
         except torch.OutOfMemoryError:
             lacking = max(before, 0) + math.ceil(handle.plan.budget_bytes * _LACKING)
             return max(lacking, handle.plan.budget_bytes - handle.plan.predicted_peak_bytes + lacking)

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from remat.check.peak import StepPeak
 from remat.check.snapshot import snapshot
 from remat.check.step import fingerprint
-from remat.check.untouched import Outside, parameters_of
+from remat.check.untouched import Outside, parameters_of, written_buffers
 from remat.check.verify import Verification
 from remat.compiling import internal_bytes
 from remat.errors import InputError, PlanError, RecoveryError, RematError
@@ -210,7 +210,14 @@ class Handle:
         run = backward if backward is not None else torch.Tensor.backward
         try:
             loss, tried = recovering(
-                self.model, fn, run, self._next_plan, ranks, tries, self._trained_outside(optimizer)
+                self.model,
+                fn,
+                run,
+                self._next_plan,
+                ranks,
+                tries,
+                self._trained_outside(optimizer),
+                written_buffers(self.model, self.plan.profile.written),
             )
         except RecoveryError as error:
             error.needed = self._needed()

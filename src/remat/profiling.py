@@ -10,8 +10,8 @@ import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,8 +22,8 @@ from remat import ranks
 from remat.check.live import Meter, local_bytes, storages_of
 from remat.check.optimizer import optimizer_bytes
 from remat.check.peak import release_cached
-from remat.check.step import fingerprint
-from remat.check.untouched import backward, clear_gradients, untouched
+from remat.check.step import Output, fingerprint
+from remat.check.untouched import backward, clear_gradients, untouched, written_buffers
 from remat.compiling import compile_hint, compiled_kind
 from remat.errors import CaptureError, HostMemoryError, InputError
 from remat.hosting import Hosting, hosting
@@ -53,6 +53,7 @@ __all__ = [
     "build_profile",
     "device_of",
     "region_call",
+    "remembered_bytes",
     "storage_bytes",
     "survey_notes",
 ]
@@ -74,6 +75,7 @@ class Request:
     signature: str
     batch_bytes: int
     optimizer: torch.optim.Optimizer | None = None
+    output: Output | None = None  # what the model gives in `run`, where the training loop may hold it
     accumulate: bool = False
     chunk: bool = False  # measure the step with head and loss in chunks, too
     compiler: str = ""  # compile blocks with this backend; "": not at all
@@ -81,6 +83,10 @@ class Request:
     like: Profile | None = None  # the same step at another size: measure the recipes that it has, seek none
     offload: bool = False  # measure the link to the host, and entries that use it
     parts: bool = False  # measure entries that run a part of a region in chunks
+
+    def holding(self) -> AbstractContextManager[None]:
+        """Inside, what the model gives in `run` is held as the training loop holds it."""
+        return nullcontext() if self.output is None else self.output.held()
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -111,7 +117,7 @@ def build_profile(request: Request, progress: Progress) -> Profile:
     step = _step_bytes(request, device)
     notes: list[str] = []
     with (
-        untouched(model, request.optimizer),
+        untouched(model, request.optimizer) as outside,
         quiet(model),
         decompiled(block.module for block in blocks),
         torch.cuda.device(device) if device.type == "cuda" else nullcontext(),  # events go to the current one
@@ -139,7 +145,7 @@ def build_profile(request: Request, progress: Progress) -> Profile:
         release_cached(device)
         progress("measuring a step")
         try:
-            segments, seconds, eager = _fastest_step(request, blocks, found, kinds, device)
+            whole, seconds, eager = _fastest_step(request, blocks, found, kinds, device)
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(
                 f"{type(model).__name__}'s step does not fit beside what is in memory, though every region "
@@ -148,6 +154,8 @@ def build_profile(request: Request, progress: Progress) -> Profile:
         chunks = None
         if request.chunk:
             chunks = _chunked_step(request, blocks, found, kinds, seconds, device, progress)
+    written = written_buffers(model, outside.written)
+    step = replace(step, outputs=whole.output_bytes, remembered=remembered_bytes(model, written, device))
     calls = tuple(region_call(sighting) for sighting in found.sightings)
     if device.type == "cuda":  # a host's timings are too noisy for that
         kinds = _as_in_steps(kinds, calls, eager - seconds)
@@ -161,7 +169,7 @@ def build_profile(request: Request, progress: Progress) -> Profile:
         calls=calls,
         boundary_bytes=tuple(found.boundary_bytes),
         passing=tuple(sorted(found.passing)),
-        segments=segments,
+        segments=whole.segments,
         step_seconds=seconds,
         accumulate=request.accumulate,
         notes=(
@@ -171,6 +179,7 @@ def build_profile(request: Request, progress: Progress) -> Profile:
         ),
         head=chunks,
         one_graph=request.one_graph and any(kind.compiler for kind in kinds),
+        written=written,
         link=None if host is None else host.rates,
         host_limit_bytes=None if host is None else host.host_limit_bytes,
     )
@@ -210,21 +219,21 @@ def _without(extra: float, seconds: float, most: float = 0.5) -> float:
 
 def _fastest_step(
     request: Request, blocks: Sequence[Block], found: Survey, kinds: Sequence[Kind], device: torch.device
-) -> tuple[tuple[Segment, ...], float, float]:
+) -> tuple[_WholeStep, float, float]:
     """Timeline of the step with every region recomputed as a whole, and seconds of the step with every region
     in its fastest entry: those of a frugal step, less what its regions take longer, but not less than its
     regions take the accelerator. Last, the same seconds as a step with eager regions has them."""
-    segments, seconds = _whole_step(request, blocks, found, device)
+    whole = _whole_step(request, blocks, found, device)
     references = [kind.menu[kind.reference] for kind in kinds]
-    eager = _without(_extra_of(references, found), seconds, 0.9 if request.compiler else 0.5)
+    eager = _without(_extra_of(references, found), whole.seconds, 0.9 if request.compiler else 0.5)
     eager = max(eager, sum(kinds[sighting.species].device_seconds for sighting in found.sightings))
     if any(kind.compiler for kind in kinds):  # the eager step says little of one that is compiled
         sets = [kind.menu[_timed_entry(kind)] for kind in kinds]
         paced = _compiled_seconds(request, blocks, found, kinds, sets)
         if ranks.all_of(paced is not None) and paced is not None:
             compiled = _without(_extra_of(sets, found), ranks.agree(paced))
-            return segments, compiled, eager
-    return segments, eager, eager
+            return whole, compiled, eager
+    return whole, eager, eager
 
 
 def _extra_of(entries: Sequence[Entry], found: Survey) -> float:
@@ -277,10 +286,17 @@ def _timed_entry(kind: Kind) -> int:
     return min(sets, key=lambda i: kind.menu[i].resident_bytes, default=kind.reference)
 
 
-def _whole_step(
-    request: Request, blocks: Sequence[Block], found: Survey, device: torch.device
-) -> tuple[tuple[Segment, ...], float]:
-    """Timeline and seconds of the step with every region recomputed as a whole."""
+@dataclass(frozen=True)
+class _WholeStep:
+    """The step with every region recomputed as a whole. `output_bytes`: what lives on because the model's
+    output is held, if it is."""
+
+    segments: tuple[Segment, ...]
+    output_bytes: int
+    seconds: float
+
+
+def _whole_step(request: Request, blocks: Sequence[Block], found: Survey, device: torch.device) -> _WholeStep:
     model, run = request.model, request.run
     first = ranks.agree(_frugal_step(model, blocks, run))  # all run as many steps
     long = first > _LONG_SECONDS and device.type != "cpu"
@@ -289,9 +305,12 @@ def _whole_step(
     with Meter(device) as meter:
         meter.synchronize()
         begin = time.perf_counter()
-        segments = timeline(model, blocks, run, meter, found.sightings)
-        metered = time.perf_counter() - begin
-    return segments, min(seconds, default=metered)
+        with request.holding():
+            segments = timeline(model, blocks, run, meter, found.sightings)
+            metered = time.perf_counter() - begin
+            level = meter.current_bytes()
+        output_bytes = level - meter.current_bytes()
+    return _WholeStep(segments, output_bytes, min(seconds, default=metered))
 
 
 def _chunked_step(
@@ -311,7 +330,7 @@ def _chunked_step(
     progress("measuring a step with head and loss in chunks")
     compiled = [s.name for s in found.sightings if kinds[s.species].compiler]
     with chunk_head(request.model, head=head[0]) as handle, calls_of(request.model, compiled) as called:
-        segments = _whole_step(request, blocks, found, device)[0]
+        whole = _whole_step(request, blocks, found, device)
         if not handle.counts.losses or handle.counts.materialised:
             return None
     sets = [kind.menu[_timed_entry(kind)] for kind in kinds]
@@ -321,7 +340,8 @@ def _chunked_step(
     except torch.OutOfMemoryError:
         gain = _gained(request, blocks, head[0], {}, pairs)
     trunks = trunks_of(compiled, head[0], called)
-    return HeadChunks(head[0], segments, _without(ranks.agree(gain), seconds), trunks)
+    chunked_seconds = _without(ranks.agree(gain), seconds)
+    return HeadChunks(head[0], whole.segments, chunked_seconds, trunks, whole.output_bytes)
 
 
 def _gained(
@@ -402,6 +422,15 @@ def storage_bytes(found: Any, device: torch.device) -> int:
     pairs = (pair for tensor in found for pair in storages_of(tensor))
     storages = {storage._cdata: storage for storage, place in pairs if place.type == device.type}
     return sum(storage.nbytes() for storage in storages.values())
+
+
+def remembered_bytes(model: nn.Module, written: Collection[str], device: torch.device) -> int:
+    """What copies of these buffers take on the device."""
+    return sum(
+        local_bytes(b)
+        for name, b in model.named_buffers()
+        if name in written and b.device.type == device.type
+    )
 
 
 def _environment(device: torch.device) -> Environment:

@@ -295,7 +295,12 @@ class Segment:
 
 @dataclass(frozen=True)
 class StepBytes:
-    """What is resident around the step. `state` and `temporary` belong to the optimizer."""
+    """What is resident around the step. `state` and `temporary` belong to the optimizer.
+
+    `outputs`: what the model gave in one step lives on in the next, in a loop that says `out = model(batch)`,
+    until forward has returned. `remembered`: copies of the buffers that the step writes, which `Handle.step`
+    makes so that a step can be run again.
+    """
 
     parameters: int
     buffers: int = 0
@@ -303,10 +308,17 @@ class StepBytes:
     optimizer_state: int = 0
     optimizer_temporary: int = 0
     other: int = 0  # whatever else is allocated on the device when the step starts (the batch, ...)
+    outputs: int = 0  # of the last step, in forward
+    remembered: int = 0
 
     @property
     def resident(self) -> int:
-        return self.parameters + self.buffers + self.optimizer_state + self.other
+        return self.fixed + self.optimizer_state
+
+    @property
+    def fixed(self) -> int:
+        """What is resident beside the optimizer's state."""
+        return self.parameters + self.buffers + self.other + self.remembered
 
 
 @dataclass(frozen=True)
@@ -332,6 +344,7 @@ class HeadChunks:
     segments: tuple[Segment, ...]
     step_seconds: float
     trunks: tuple[str, ...] = ()  # modules that the step calls, without the head, around all blocks
+    output_bytes: int = 0  # then `StepBytes.outputs`
 
 
 @dataclass(frozen=True)
@@ -386,6 +399,7 @@ class Profile(Saveable):
     host_limit_bytes: int | None = None  # what may wait on the host at one time; None: not known
     passing: tuple[int, ...] = ()  # boundaries made outside of regions, held in backward by who reads them
     one_graph: bool = False  # compiled blocks are parts of one graph, of the model or of its trunk
+    written: tuple[str, ...] = ()  # names of the buffers that the step writes
     schema: int = SCHEMA_VERSION
 
     @property

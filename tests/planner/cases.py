@@ -73,6 +73,8 @@ def profiles(draw: st.DrawFn, *, nested: bool | None = None, tied: bool = False)
         optimizer_state=draw(st.sampled_from([0, 7])),
         optimizer_temporary=draw(st.sampled_from([0, 60])),
         other=draw(small),
+        outputs=draw(st.sampled_from([0, 9])),
+        remembered=draw(st.sampled_from([0, 3])),
     )
     made = profile(
         menu,
@@ -101,7 +103,9 @@ def naive_peaks(given: Profile, choices: Sequence[int]) -> list[int]:
     peaks = []
     for k, segment in enumerate(given.segments):
         level = given.step.parameters + given.step.buffers + given.step.optimizer_state + given.step.other
-        level += segment.start_bytes
+        level += given.step.remembered + segment.start_bytes
+        if segment.phase is Phase.FORWARD:
+            level += given.step.outputs
         if given.accumulate:
             level += given.step.gradients - (given.segments[k - 1].gradient_bytes if k else 0)
         for call in range(len(given.calls)):
@@ -147,7 +151,7 @@ def naive_peaks(given: Profile, choices: Sequence[int]) -> list[int]:
 
 def naive_peak(given: Profile, choices: Sequence[int]) -> int:
     step = given.step
-    resident = step.parameters + step.buffers + step.optimizer_state + step.other
+    resident = step.parameters + step.buffers + step.optimizer_state + step.other + step.remembered
     peaks = [resident, *naive_peaks(given, choices)] if not given.segments else naive_peaks(given, choices)
     if step.optimizer_state or step.optimizer_temporary:
         last = given.segments[-1]

@@ -79,6 +79,15 @@ def test_the_optimizer_step_is_the_last_point() -> None:
     assert last.peak_bytes == 100 + 1 + 2 + 80 + 40 + 30 + left
 
 
+def test_outputs_of_the_last_step_are_there_until_forward_has_returned() -> None:
+    p = layers(2, gradient=3)
+    held = dataclasses.replace(p, step=dataclasses.replace(p.step, outputs=7))
+    before, after = simulate(p, [0, 1]), simulate(held, [0, 1])
+    for a, b in zip(after.points, before.points, strict=True):
+        more = 7 if a.phase is Phase.FORWARD else 0
+        assert (a.start_bytes - b.start_bytes, a.parameters - b.parameters) == (more, more)
+
+
 def test_labels_name_repeated_calls() -> None:
     block = kind(entry(Mode.KEEP, 1, 0.0), entry(Mode.FULL, 0, 1.0))
     calls = [RegionCall("shared", 0, 0, "t"), RegionCall("shared", 1, 0, "t")]
@@ -114,5 +123,6 @@ def test_every_point_equals_the_naive_one(data: st.DataObject, p: Profile) -> No
         assert parts == point.peak_bytes
     reference = [p.kinds[call.kind].reference for call in p.calls]
     if not p.accumulate:
-        measured = [p.step.resident + segment.peak_bytes for segment in p.segments]
+        last = [p.step.outputs if segment.phase is Phase.FORWARD else 0 for segment in p.segments]
+        measured = [p.step.resident + s.peak_bytes + n for s, n in zip(p.segments, last, strict=True)]
         assert naive_peaks(p, reference) == measured

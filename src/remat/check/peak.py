@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -26,16 +27,22 @@ class StepPeak:
     reserved_bytes: int | None = None
 
 
-def step_peak(model: nn.Module, run: Callable[[], torch.Tensor], device: torch.device) -> StepPeak:
+def step_peak(
+    model: nn.Module,
+    run: Callable[[], torch.Tensor],
+    device: torch.device,
+    holding: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> StepPeak:
     """Run forward and backward: warm, metered, timed. An accelerator counts bytes by itself, and is no slower
-    for it: there the metered run is the timed one."""
+    for it: there the metered run is the timed one. `holding`: what holds the model's output meanwhile."""
     meter = Meter(device)
 
     def step() -> float:
         clear_gradients(model)
         meter.synchronize()
         begin = time.perf_counter()
-        backward(run())
+        with holding():
+            backward(run())
         meter.synchronize()
         return time.perf_counter() - begin
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +13,17 @@ from torch import Tensor, nn
 from remat import trees
 from remat.errors import InputError
 
-__all__ = ["Loss", "batch_to", "call_model", "fingerprint", "loss_of", "run_step", "signature", "tensors_of"]
+__all__ = [
+    "Loss",
+    "Output",
+    "batch_to",
+    "call_model",
+    "fingerprint",
+    "loss_of",
+    "run_step",
+    "signature",
+    "tensors_of",
+]
 
 Loss = Callable[[Any, Any], Tensor]  # (output, batch) -> scalar
 
@@ -52,9 +63,32 @@ def loss_of(output: Any, batch: Any, loss: Loss | None = None) -> Tensor:
     return found  # type: ignore[no-any-return]
 
 
-def run_step(model: nn.Module, batch: Any, loss: Loss | None = None) -> Tensor:
+class Output:
+    """What the model gives in a step: let go of when there is a loss or, inside of `held`, kept in memory
+    while backward runs, as by a loop that says `out = model(batch)`."""
+
+    def __init__(self) -> None:
+        self._holding = False
+        self._last: Any = None
+
+    def see(self, output: Any) -> Any:
+        if self._holding:
+            self._last = output
+        return output
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        self._holding = True
+        try:
+            yield
+        finally:
+            self._holding, self._last = False, None
+
+
+def run_step(model: nn.Module, batch: Any, loss: Loss | None = None, output: Output | None = None) -> Tensor:
     """Forward and loss; the caller runs backward."""
-    return loss_of(call_model(model, batch), batch, loss)
+    found = call_model(model, batch)
+    return loss_of(found if output is None else output.see(found), batch, loss)
 
 
 def tensors_of(batch: Any) -> list[Tensor]:

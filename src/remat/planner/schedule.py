@@ -51,7 +51,11 @@ def with_chunks(profile: Profile) -> Profile | None:
     if profile.head is None or profile.chunked or (profile.one_graph and not profile.head.trunks):
         return None
     return replace(
-        profile, segments=profile.head.segments, step_seconds=profile.head.step_seconds, chunked=True
+        profile,
+        segments=profile.head.segments,
+        step_seconds=profile.head.step_seconds,
+        step=replace(profile.step, outputs=profile.head.output_bytes),
+        chunked=True,
     )
 
 

@@ -12,6 +12,7 @@ whole region recomputed). Every other choice differs from it in ways that are kn
   wait for it, the step takes longer.
 
 What else happened in the measured step (embedding, head, loss, gradients that appear) shifts with the level.
+In forward the outputs of the step before are there, too, if a loop holds them.
 """
 
 from __future__ import annotations
@@ -259,6 +260,7 @@ class Simulator:
             if profile.accumulate:
                 present = profile.step.gradients + self._unadded(gradients)
             start = profile.step.resident + segment.start_bytes + (present - gradients) + shift + held
+            start += _last_outputs(profile, segment)
             points.append(_point(profile, label, segment, start, above, present, held))
             gradients = segment.gradient_bytes
         if profile.step.optimizer_state or profile.step.optimizer_temporary:
@@ -341,19 +343,25 @@ def _point(
     profile: Profile, label: str, segment: Segment, start: int, above: int, gradients: int, moving: int
 ) -> Point:
     step = profile.step
+    last = _last_outputs(profile, segment)
     return Point(
         label=label,
         phase=segment.phase,
         call=segment.call,
         start_bytes=start,
         peak_bytes=start + above,
-        parameters=step.parameters + step.buffers + step.other,
+        parameters=step.fixed + last,
         gradients=gradients,
         optimizer=step.optimizer_state,
-        kept=start - step.resident - gradients - moving,
+        kept=start - step.resident - last - gradients - moving,
         working=above,
         moving=moving,
     )
+
+
+def _last_outputs(profile: Profile, segment: Segment) -> int:
+    """What the last step gave: a loop that says `out = model(batch)` lets go of it when forward returns."""
+    return profile.step.outputs if segment.phase is Phase.FORWARD else 0
 
 
 def _optimizer_point(profile: Profile) -> Point:
@@ -370,7 +378,7 @@ def _optimizer_point(profile: Profile) -> Point:
         call=-1,
         start_bytes=start,
         peak_bytes=start + step.optimizer_temporary,
-        parameters=step.parameters + step.buffers + step.other,
+        parameters=step.fixed,
         gradients=step.gradients,
         optimizer=step.optimizer_state,
         kept=left,

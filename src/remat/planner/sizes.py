@@ -189,10 +189,10 @@ class Family:
         """What the step takes at this size: never too little between the measured sizes. Its regions have no
         graphs: see `graph_at`."""
         if size in self.sizes:
-            return self.profiles[self.sizes.index(size)]
+            return _after_the_largest(self.profiles[self.sizes.index(size)], self.profiles[-1])
         bare = [_bare(profile, self.profiles[-1]) for profile in self.profiles]
         blended: Profile = _blend(self.sizes, bare, size, False, "profile")
-        return blended
+        return _after_the_largest(blended, self.profiles[-1])
 
     def signature_at(self, number: int, size: int) -> str:
         """The signature of a kind's calls at exactly this size."""
@@ -294,6 +294,17 @@ def _bare(profile: Profile, like: Profile) -> Profile:
         signature=like.signature,
         notes=like.notes,
     )
+
+
+def _after_the_largest(profile: Profile, largest: Profile) -> Profile:
+    """The step before may have been of another size: what it gave is as large as it can be."""
+    if profile is largest:
+        return profile
+    head = profile.head
+    if head is not None and largest.head is not None:
+        head = replace(head, output_bytes=max(head.output_bytes, largest.head.output_bytes))
+    outputs = max(profile.step.outputs, largest.step.outputs)
+    return replace(profile, step=replace(profile.step, outputs=outputs), head=head)
 
 
 def without_recipes(profile: Profile) -> Profile:

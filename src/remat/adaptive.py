@@ -64,8 +64,9 @@ from remat.stencil import Stencil, stencil
 from remat.trace.sizes import Place, Shapes, shapes_of
 from remat.units import format_bytes
 
-__all__ = ["AdaptiveHandle"]
+__all__ = ["FIRST_STEP_BYTES", "AdaptiveHandle"]
 
+FIRST_STEP_BYTES = 2**14  # of the budget, for what the first step of a size makes: tables of the spot check
 _PER_OCTAVE = 8  # plans from one size to its double
 _REMEMBERED = 256  # shapes whose regions are ready
 _RESERVE = 0.003  # of the budget, for what lies between two measured sizes
@@ -576,15 +577,16 @@ class AdaptiveHandle(Handle):
             made = schedule(found, limit, allow=allow, polish=False)
         except BudgetError as error:
             made = least_plan(found, allow, error.needed)
-            needed = made.predicted_peak_bytes + self._over
-            if size > self._family.sizes[-1]:  # nothing of that size was ever run
-                needed = math.ceil(needed * (1 + MARGIN))
-            if needed > self._budget and not self._is_tightened():
+            least = made.predicted_peak_bytes + self._over
+            # Nothing beyond the measured sizes was ever run: half of the margin is for what it shows then,
+            # the other half for a fit at what is said to be needed, which may see a little more.
+            margin = MARGIN if size > self._family.sizes[-1] else 0.0
+            if least * (1 + margin / 2) > self._budget and not self._is_tightened():
                 where = f"This batch is of size {size}; what was measured: {list(self.sizes)}. {error.where}"
                 hints = error.hints
                 if size in self._hostless:
                     hints = ("free host memory", *(hint for hint in hints if hint != "allow offload"))
-                raise refusal(self._budget, needed, hints, where) from None
+                raise refusal(self._budget, math.ceil(least * (1 + margin)), hints, where) from None
         return replace(made, budget_bytes=self._budget)
 
     def _is_tightened(self) -> bool:
@@ -595,15 +597,15 @@ class AdaptiveHandle(Handle):
         return limit if self._limit is None else min(limit, self._limit)
 
     def _reserve_bytes(self) -> int:
-        """Beside the plans: how much the fitted step exceeded its prediction, and what may lie between the
-        measured sizes. On CUDA that is about half a MiB for each tensor that is held: so much of a piece the
-        allocator leaves unused, at one size if not at another."""
+        """Beside the plans: how much the fitted step exceeded its prediction, what the first step of a size
+        makes, and what may lie between the measured sizes. On CUDA that is about half a MiB for each tensor
+        that is held: so much of a piece the allocator leaves unused, at one size if not at another."""
         profile = self._fitted.profile
         between = int(_RESERVE * self._budget)
         if profile.environment.device.startswith("cuda"):
             held = sum(_saved_storages(profile.kinds[call.kind]) for call in profile.calls)
             between = int(_RESERVE_CUDA * self._budget) + held * _PIECE_BYTES
-        return self._over + between
+        return self._over + FIRST_STEP_BYTES + between
 
     # -- less memory, more memory
 

@@ -14,17 +14,17 @@ from torch import nn
 
 from remat import ranks
 from remat._torch_private import compiler_problem, partitioner_problem
-from remat.adaptive import AdaptiveHandle
+from remat.adaptive import FIRST_STEP_BYTES, AdaptiveHandle
 from remat.check import verify as check_verify
 from remat.check.chance import SeededRun
 from remat.check.step import Loss, Output, run_step, signature, tensors_of
 from remat.check.verify import Verification
 from remat.devices import Device
-from remat.errors import InputError
+from remat.errors import BudgetError, InputError
 from remat.estimating import OptimizerLike, estimate_profile
 from remat.fitting import fitted, rounding
 from remat.handle import Handle, apply, at_work, chunked_head
-from remat.planner.schedule import keep_everything, schedule
+from remat.planner.schedule import keep_everything, refusal, schedule
 from remat.planner.simulate import simulate
 from remat.planner.ties import tied_calls
 from remat.profiling import Request, build_profile, device_of
@@ -182,7 +182,11 @@ def fit(
             handle.on_event = on_event
             return handle
         measured = measure_sizes(request, found, others, progress)
-        handle = fitted(request, found, budget_bytes, allowed, check, progress)
+        try:
+            handle = fitted(request, found, budget_bytes - FIRST_STEP_BYTES, allowed, check, progress)
+        except BudgetError as error:
+            raise refusal(budget_bytes, error.needed + FIRST_STEP_BYTES, error.hints, error.where) from None
+        handle.plan = replace(handle.plan, budget_bytes=budget_bytes)
         progress("planning for other sizes")
         adapting = AdaptiveHandle(handle, measured, check, on_event)
         try:

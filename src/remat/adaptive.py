@@ -44,7 +44,7 @@ from remat.run.monitor import Monitor, fragmentation_advice, read_device
 from remat.run.offload import Engine
 from remat.run.program import Program
 from remat.run.recipe import compile_recipe
-from remat.run.recover import Failure
+from remat.run.recover import Failure, remembered_bytes
 from remat.run.region import PlannedRegion
 from remat.run.switch import Switchboard, Table
 from remat.run.wrap import bypassed
@@ -596,16 +596,21 @@ class AdaptiveHandle(Handle):
         limit = int((self._budget - self._reserve) * _NOTCH**self._notch)
         return limit if self._limit is None else min(limit, self._limit)
 
+    def _make_room(self) -> None:
+        """There is room: `_reserve_bytes`."""
+
     def _reserve_bytes(self) -> int:
-        """Beside the plans: how much the fitted step exceeded its prediction, what the first step of a size
-        makes, and what may lie between the measured sizes. On CUDA that is about half a MiB for each tensor
-        that is held: so much of a piece the allocator leaves unused, at one size if not at another."""
+        """Beside the plans: how much the fitted step exceeded its prediction, the copies of buffers that
+        `step` makes, what the first step of a size makes, and what may lie between the measured sizes. On
+        CUDA that is about half a MiB for each tensor that is held: so much of a piece the allocator leaves
+        unused, at one size if not at another."""
         profile = self._fitted.profile
         between = int(_RESERVE * self._budget)
         if profile.environment.device.startswith("cuda"):
             held = sum(_saved_storages(profile.kinds[call.kind]) for call in profile.calls)
             between = int(_RESERVE_CUDA * self._budget) + held * _PIECE_BYTES
-        return self._over + FIRST_STEP_BYTES + between
+        copies = remembered_bytes(self.model, self._device)
+        return self._over + copies + FIRST_STEP_BYTES + between
 
     # -- less memory, more memory
 

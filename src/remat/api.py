@@ -32,6 +32,7 @@ from remat.records import Action, Mode, Plan, Profile
 from remat.run.compiled import BACKENDS, DEFAULT_BACKEND, PUBLIC, WHOLE, is_compiled
 from remat.run.functions import functions
 from remat.run.journal import Event
+from remat.run.recover import remembered_bytes
 from remat.run.region import PlannedRegion
 from remat.run.wrap import wrapped
 from remat.show.progress import showing
@@ -182,10 +183,11 @@ def fit(
             handle.on_event = on_event
             return handle
         measured = measure_sizes(request, found, others, progress)
+        room = FIRST_STEP_BYTES + remembered_bytes(model, device_of(model))  # handle.step shall find it
         try:
-            handle = fitted(request, found, budget_bytes - FIRST_STEP_BYTES, allowed, check, progress)
+            handle = fitted(request, found, budget_bytes - room, allowed, check, progress)
         except BudgetError as error:
-            raise refusal(budget_bytes, error.needed + FIRST_STEP_BYTES, error.hints, error.where) from None
+            raise refusal(budget_bytes, error.needed + room, error.hints, error.where) from None
         handle.plan = replace(handle.plan, budget_bytes=budget_bytes)
         progress("planning for other sizes")
         adapting = AdaptiveHandle(handle, measured, check, on_event)

@@ -37,14 +37,14 @@ from remat.check.bench import Bench, bench
 from remat.check.live import Meter
 from remat.check.optimizer import OptimizerBytes, optimizer_bytes
 from remat.check.step import Loss, Output, fingerprint, run_step, signature, tensors_of
-from remat.check.untouched import untouched, written_buffers
+from remat.check.untouched import untouched
 from remat.devices import Device
 from remat.devices import device as find_device
 from remat.errors import CaptureError, InputError
 from remat.hosting import link_amounts
 from remat.menus import menu_entry, sorted_menu
 from remat.planner.menu import recipes, working_set_bytes
-from remat.profiling import region_call, remembered_bytes, storage_bytes, survey_notes
+from remat.profiling import region_call, storage_bytes, survey_notes
 from remat.records import (
     Entry,
     Environment,
@@ -208,7 +208,6 @@ class _Estimate:
             accumulate=accumulate,
             notes=(*_disclosure(self.model, self.target), *survey_notes(found)),
             link=self.link,
-            written=written_buffers(self.model),
         )
 
     def _step_bytes(self, held: OptimizerBytes | None, output_bytes: int) -> StepBytes:
@@ -222,7 +221,6 @@ class _Estimate:
             optimizer_temporary=held.temporary if held else 0,
             other=batch + self.target.workspace_bytes,
             outputs=output_bytes,
-            remembered=remembered_bytes(self.model, written_buffers(self.model), _HOST),
         )
 
 

@@ -18,10 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from remat.check.peak import StepPeak
 from remat.check.snapshot import snapshot
 from remat.check.step import fingerprint
-from remat.check.untouched import Outside, parameters_of, written_buffers
+from remat.check.untouched import Outside, parameters_of
 from remat.check.verify import Verification
 from remat.compiling import internal_bytes
-from remat.errors import InputError, PlanError, RecoveryError, RematError
+from remat.errors import BudgetError, InputError, PlanError, RecoveryError, RematError
 from remat.offloading import engine_for
 from remat.planner.bounds import least_budget
 from remat.planner.schedule import schedule
@@ -38,7 +38,7 @@ from remat.run.outgoing import outgoing
 from remat.run.program import Program
 from remat.run.ranks import Ranks
 from remat.run.recipe import compile_recipe
-from remat.run.recover import Failure, recovering, step_optimizer
+from remat.run.recover import Failure, recovering, remembered_bytes, step_optimizer
 from remat.run.region import PlannedRegion, Variant
 from remat.run.status import Status
 from remat.run.switch import Switchboard
@@ -144,6 +144,7 @@ class Handle:
         self._check = check
         self._journal = Journal()
         self._removed = False
+        self._made_room = False  # for what `step` copies
         _AT_WORK[model] = weakref.ref(self)
         if isinstance(installation, Installation):
             for region in installation.regions:
@@ -206,18 +207,12 @@ class Handle:
         if isinstance(tries, bool) or not isinstance(tries, int) or tries < 1:
             raise InputError(f"tries={tries!r}; say how often a step may run, an int of at least 1")
         ranks = Ranks(self.model, ddp)
+        self._make_room()
         self._begin_step()
         run = backward if backward is not None else torch.Tensor.backward
         try:
             loss, tried = recovering(
-                self.model,
-                fn,
-                run,
-                self._next_plan,
-                ranks,
-                tries,
-                self._trained_outside(optimizer),
-                written_buffers(self.model, self.plan.profile.written),
+                self.model, fn, run, self._next_plan, ranks, tries, self._trained_outside(optimizer)
             )
         except RecoveryError as error:
             error.needed = self._needed()
@@ -233,6 +228,31 @@ class Handle:
 
     def _trained_outside(self, optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
         return [*parameters_of(optimizer), *(self.outside.leaves if self.outside is not None else ())]
+
+    def _make_room(self) -> None:
+        """The copies that a step is put back from are within the budget, too: a plan that has no room for
+        them gives way, once, to one that has. Where there is none, that is said."""
+        if self._made_room or self._removed:
+            return
+        self._made_room, plan = True, self.plan
+        copies = remembered_bytes(self.model, torch.device(plan.profile.environment.device))
+        lacking = plan.predicted_peak_bytes + copies - plan.budget_bytes
+        if lacking <= 0 or not plan.budget_bytes:
+            return
+        simulated = simulate(plan.profile, plan.choices).peak_bytes
+        try:
+            made = schedule(plan.profile, simulated - lacking, allow=plan.allow)
+        except BudgetError:
+            text = f"handle.step copies {format_bytes(copies)} of buffers, {format_bytes(lacking)} beyond "
+            self._journal.note("over budget", f"{text}the budget, and no tighter plan leaves room for them")
+            return
+        above = plan.predicted_peak_bytes - simulated  # as `fit` has measured it
+        made = replace(
+            made,
+            budget_bytes=plan.budget_bytes,
+            predicted_peak_bytes=made.predicted_peak_bytes + above + copies,
+        )
+        self._go_over_to(made, f"to leave room for {format_bytes(copies)} of buffers that handle.step copies")
 
     def _begin_step(self) -> None:
         self.stats.steps += 1
@@ -255,11 +275,14 @@ class Handle:
                 break
         else:
             return None
-        self._installation.remove()
-        self.plan, self._installation = _installed(self.model, made, self._check)
         text = f"a plan predicted to peak at {format_bytes(made.predicted_peak_bytes)}"
-        self._journal.note("plan changed", text)
+        self._go_over_to(made, text)
         return text
+
+    def _go_over_to(self, plan: Plan, why: str) -> None:
+        self._installation.remove()
+        self.plan, self._installation = _installed(self.model, plan, self._check)
+        self._journal.note("plan changed", why)
 
     def snapshot(self, path: str | Path) -> AbstractContextManager[None]:
         """On CUDA: what is allocated inside this context is saved for pytorch.org/memory_viz, and beside each

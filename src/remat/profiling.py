@@ -10,7 +10,7 @@ import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +23,7 @@ from remat.check.live import Meter, local_bytes, storages_of
 from remat.check.optimizer import optimizer_bytes
 from remat.check.peak import release_cached
 from remat.check.step import Output, fingerprint
-from remat.check.untouched import backward, clear_gradients, untouched, written_buffers
+from remat.check.untouched import backward, clear_gradients, untouched
 from remat.compiling import compile_hint, compiled_kind
 from remat.errors import CaptureError, HostMemoryError, InputError
 from remat.hosting import Hosting, hosting
@@ -53,7 +53,6 @@ __all__ = [
     "build_profile",
     "device_of",
     "region_call",
-    "remembered_bytes",
     "storage_bytes",
     "survey_notes",
 ]
@@ -117,7 +116,7 @@ def build_profile(request: Request, progress: Progress) -> Profile:
     step = _step_bytes(request, device)
     notes: list[str] = []
     with (
-        untouched(model, request.optimizer) as outside,
+        untouched(model, request.optimizer),
         quiet(model),
         decompiled(block.module for block in blocks),
         torch.cuda.device(device) if device.type == "cuda" else nullcontext(),  # events go to the current one
@@ -154,8 +153,7 @@ def build_profile(request: Request, progress: Progress) -> Profile:
         chunks = None
         if request.chunk:
             chunks = _chunked_step(request, blocks, found, kinds, seconds, device, progress)
-    written = written_buffers(model, outside.written)
-    step = replace(step, outputs=whole.output_bytes, remembered=remembered_bytes(model, written, device))
+    step = replace(step, outputs=whole.output_bytes)
     calls = tuple(region_call(sighting) for sighting in found.sightings)
     if device.type == "cuda":  # a host's timings are too noisy for that
         kinds = _as_in_steps(kinds, calls, eager - seconds)
@@ -179,7 +177,6 @@ def build_profile(request: Request, progress: Progress) -> Profile:
         ),
         head=chunks,
         one_graph=request.one_graph and any(kind.compiler for kind in kinds),
-        written=written,
         link=None if host is None else host.rates,
         host_limit_bytes=None if host is None else host.host_limit_bytes,
     )
@@ -422,15 +419,6 @@ def storage_bytes(found: Any, device: torch.device) -> int:
     pairs = (pair for tensor in found for pair in storages_of(tensor))
     storages = {storage._cdata: storage for storage, place in pairs if place.type == device.type}
     return sum(storage.nbytes() for storage in storages.values())
-
-
-def remembered_bytes(model: nn.Module, written: Collection[str], device: torch.device) -> int:
-    """What copies of these buffers take on the device."""
-    return sum(
-        local_bytes(b)
-        for name, b in model.named_buffers()
-        if name in written and b.device.type == device.type
-    )
 
 
 def _environment(device: torch.device) -> Environment:

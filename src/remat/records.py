@@ -298,8 +298,7 @@ class StepBytes:
     """What is resident around the step. `state` and `temporary` belong to the optimizer.
 
     `outputs`: what the model gave in one step lives on in the next, in a loop that says `out = model(batch)`,
-    until forward has returned. `remembered`: copies of the buffers that the step writes, which `Handle.step`
-    makes so that a step can be run again.
+    until forward has returned.
     """
 
     parameters: int
@@ -309,7 +308,6 @@ class StepBytes:
     optimizer_temporary: int = 0
     other: int = 0  # whatever else is allocated on the device when the step starts (the batch, ...)
     outputs: int = 0  # of the last step, in forward
-    remembered: int = 0
 
     @property
     def resident(self) -> int:
@@ -318,7 +316,7 @@ class StepBytes:
     @property
     def fixed(self) -> int:
         """What is resident beside the optimizer's state."""
-        return self.parameters + self.buffers + self.other + self.remembered
+        return self.parameters + self.buffers + self.other
 
 
 @dataclass(frozen=True)
@@ -399,7 +397,6 @@ class Profile(Saveable):
     host_limit_bytes: int | None = None  # what may wait on the host at one time; None: not known
     passing: tuple[int, ...] = ()  # boundaries made outside of regions, held in backward by who reads them
     one_graph: bool = False  # compiled blocks are parts of one graph, of the model or of its trunk
-    written: tuple[str, ...] = ()  # names of the buffers that the step writes
     schema: int = SCHEMA_VERSION
 
     @property

@@ -74,7 +74,6 @@ def profiles(draw: st.DrawFn, *, nested: bool | None = None, tied: bool = False)
         optimizer_temporary=draw(st.sampled_from([0, 60])),
         other=draw(small),
         outputs=draw(st.sampled_from([0, 9])),
-        remembered=draw(st.sampled_from([0, 3])),
     )
     made = profile(
         menu,
@@ -103,7 +102,7 @@ def naive_peaks(given: Profile, choices: Sequence[int]) -> list[int]:
     peaks = []
     for k, segment in enumerate(given.segments):
         level = given.step.parameters + given.step.buffers + given.step.optimizer_state + given.step.other
-        level += given.step.remembered + segment.start_bytes
+        level += segment.start_bytes
         if segment.phase is Phase.FORWARD:
             level += given.step.outputs
         if given.accumulate:
@@ -151,7 +150,7 @@ def naive_peaks(given: Profile, choices: Sequence[int]) -> list[int]:
 
 def naive_peak(given: Profile, choices: Sequence[int]) -> int:
     step = given.step
-    resident = step.parameters + step.buffers + step.optimizer_state + step.other + step.remembered
+    resident = step.parameters + step.buffers + step.optimizer_state + step.other
     peaks = [resident, *naive_peaks(given, choices)] if not given.segments else naive_peaks(given, choices)
     if step.optimizer_state or step.optimizer_temporary:
         last = given.segments[-1]

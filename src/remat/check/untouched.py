@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -13,7 +13,6 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.modules.batchnorm import _NormBase
 
 from remat import trees
 from remat._torch_private import after_accumulation
@@ -21,14 +20,13 @@ from remat.errors import RematError
 
 __all__ = [
     "Outside",
-    "Remembered",
     "backward",
     "clear_gradients",
     "leaves_of",
     "parameters_of",
+    "remember_buffers",
     "remember_random_state",
     "untouched",
-    "written_buffers",
 ]
 
 
@@ -45,11 +43,11 @@ def untouched(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
     inside run `backward` of this file, which finds them in the loss's graph. Buffers of modules outside the
     model cannot be found there: running statistics of such a head see the steps that run inside.
     """
-    outside, buffers = Outside(model), Remembered(model)
+    outside = Outside(model)
     restore = [
         remember_random_state(),
         _flags(model),
-        buffers.put_back,
+        remember_buffers(model),
         _gradients(model.parameters()),
         _hooks_after_accumulation(model.parameters()),
         outside.put_back,
@@ -65,7 +63,6 @@ def untouched(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
         _running.reset(token)
         for put_back in restore:
             put_back()
-        outside.written = frozenset(buffers.seen)
     written = [name for name, tensor, version in versions if _version(tensor) != version]
     state = _optimizer_tensors(optimizer)
     known = {id(tensor) for _, tensor, _ in versions}
@@ -132,9 +129,6 @@ class Outside:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.written: frozenset[str] = (
-            frozenset()
-        )  # buffers of the model that the steps wrote, once it is over
         self._known = {id(parameter) for parameter in model.parameters()}
         self._leaves: list[weakref.ref[Tensor]] = []
         self._restore: list[Callable[[], None]] = []
@@ -212,56 +206,28 @@ def _flags(model: nn.Module) -> Callable[[], None]:
     return put_back
 
 
-class Remembered:
-    """The buffers of a model as they are now, to be put back: the same tensors with the same values. All of
-    them are copied, or those that are `written`."""
+def remember_buffers(model: nn.Module) -> Callable[[], None]:
+    """Copies every buffer; the result puts them back: the same tensors with the same values."""
+    tables = [(module, dict(module._buffers)) for module in model.modules()]
+    saved = [
+        (buffer, buffer.detach().clone())
+        for buffer in model.buffers()
+        if not buffer.is_meta and not isinstance(buffer, FakeTensor)  # these have no values to lose
+    ]
 
-    def __init__(self, model: nn.Module, written: Collection[str] | None = None) -> None:
-        self._tables = [(module, dict(module._buffers)) for module in model.modules()]
-        named = [
-            (name, buffer, _version(buffer))
-            for name, buffer in model.named_buffers()
-            if not buffer.is_meta and not isinstance(buffer, FakeTensor)  # these have no values to lose
-        ]
-        copied = [written is None or name in written or buffer.is_inference() for name, buffer, _ in named]
-        self._saved = [
-            (name, buffer, version, buffer.detach().clone())
-            for (name, buffer, version), copy in zip(named, copied, strict=True)
-            if copy
-        ]
-        self._read = [one for one, copy in zip(named, copied, strict=True) if not copy]
-        self.seen: set[str] = set()  # those that were found written when they were put back
-
-    def put_back(self) -> None:
-        for module, table in self._tables:
+    def put_back() -> None:
+        for module, table in tables:
             if not _same(module._buffers, table):
                 module._buffers.clear()
                 module._buffers.update(table)
         with torch.no_grad():
-            for name, buffer, version, value in self._saved:
+            for buffer, value in saved:
                 # Through .data: autograd graphs of the caller that saved the buffer stay valid.
                 # Only if it changed: a buffer that is an expanded view cannot be written at all.
-                changed = not torch.equal(buffer.data, value)
-                if changed:
+                if not torch.equal(buffer.data, value):
                     buffer.data.copy_(value)
-                if changed or _version(buffer) != version:
-                    self.seen.add(name)
 
-    def lost(self) -> list[str]:
-        """Those that were written since, though no copy was made of them."""
-        return [name for name, buffer, version in self._read if _version(buffer) != version]
-
-
-def written_buffers(model: nn.Module, seen: Collection[str] = ()) -> tuple[str, ...]:
-    """Names of the buffers that a step writes: those `seen` written, and running statistics in any case, for
-    the kernels that update them do not count versions."""
-    norms = (
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules()
-        if isinstance(module, _NormBase)
-        for name, _ in module.named_buffers(recurse=False)
-    )
-    return tuple(sorted({*seen, *norms}))
+    return put_back
 
 
 def _same(now: dict[str, Any], before: dict[str, Any]) -> bool:
@@ -270,15 +236,14 @@ def _same(now: dict[str, Any], before: dict[str, Any]) -> bool:
 
 def remember_random_state() -> Callable[[], None]:
     """The state of every generator of Python, numpy and torch; the result puts it back."""
-    python, numbers = random.getstate(), numpy.random.get_state()
-    cpu = bytearray(torch.get_rng_state().numpy())  # no tensor: it is not to count as one of the step's
+    python, numbers, cpu = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     cuda = torch.cuda.get_rng_state_all() if started else []
 
     def put_back() -> None:
         random.setstate(python)
         numpy.random.set_state(numbers)
-        torch.set_rng_state(torch.frombuffer(cpu, dtype=torch.uint8))
+        torch.set_rng_state(cpu)
         if cuda:
             torch.cuda.set_rng_state_all(cuda)
 

@@ -1,9 +1,9 @@
 """A step that runs out of memory, put back to where it began and run again.
 
-Before a step everything that it changes is remembered: random state, the buffers that it writes, gradients.
-Parameters are not copied, they must not change. Nor are gradients, although a step adds to those of the steps
-before it: each is complete once autograd has added to it, and running the step again gives the same, so what
-was added already is not added a second time (`Gradients`).
+Before a step everything that it changes is remembered: random state, buffers, gradients. Parameters are not
+copied, they must not change. Nor are gradients, although a step adds to those of the steps before it: each is
+complete once autograd has added to it, and running the step again gives the same, so what was added already
+is not added a second time (`Gradients`).
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from __future__ import annotations
 import gc
 import traceback
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from remat.check.untouched import Remembered, leaves_of, remember_random_state
+from remat.check.untouched import leaves_of, remember_buffers, remember_random_state
 from remat.errors import InputError, RecoveryError
 from remat.run.ranks import Ranks
 from remat.units import format_bytes
@@ -28,6 +28,7 @@ __all__ = [
     "Gradients",
     "is_out_of_memory",
     "recovering",
+    "remembered_bytes",
     "step_optimizer",
 ]
 
@@ -65,15 +66,14 @@ def recovering(
     ranks: Ranks,
     tries: int,
     outside: Sequence[Tensor] = (),
-    written: Collection[str] | None = None,
 ) -> tuple[Tensor, list[str]]:
     """Run fn and backward until both succeed on every rank; (loss, what was done about each failure).
 
     `tighten` takes the next tighter plan and says which, or gives None where there is none: then the step is
     run again with what freeing has won. `outside`: leaves known to be trained beside the model; those in the
-    loss's graph are found. `written`: names of the buffers that the step writes; None: any.
+    loss's graph are found.
     """
-    before = _Before(model, outside, written)
+    before = _Before(model, outside)
     tried: list[str] = []
     try:
         while True:
@@ -157,13 +157,20 @@ def _gave_up(tried: list[str], failure: Failure, gradients: Gradients) -> Recove
     return RecoveryError("\n".join(lines))
 
 
+def remembered_bytes(model: nn.Module, device: torch.device) -> int:
+    """What remembering takes on this device while a step runs: buffers, on the host also generators."""
+    buffers = sum(b.numel() * b.element_size() for b in model.buffers() if b.device.type == device.type)
+    if device.type != "cpu":
+        return buffers
+    return buffers + 2 * torch.get_rng_state().nbytes  # one is being read while another is kept
+
+
 class _Before:
     """The state that a step changes, as it was before the step."""
 
-    def __init__(self, model: nn.Module, outside: Sequence[Tensor], written: Collection[str] | None) -> None:
+    def __init__(self, model: nn.Module, outside: Sequence[Tensor]) -> None:
         self._parameters = [(name, p, p._version) for name, p in model.named_parameters()]
-        self._buffers = Remembered(model, written)
-        self._random_state = remember_random_state()
+        self._put_back = (remember_random_state(), remember_buffers(model))
         self.gradients = Gradients((*model.parameters(), *outside))
 
     def put_back(self) -> None:
@@ -174,16 +181,9 @@ class _Before:
                 f"{written[0]}: it cannot be run again. Let handle.step run forward and backward only, and "
                 "the optimizer afterwards: handle.step(fn, optimizer=optimizer)"
             )
-        lost = self._buffers.lost()
-        if lost:
-            raise RecoveryError(
-                f"the step ran out of memory after it had written to {len(lost)} buffers that it did not "
-                f"write when it was measured, first {lost[0]}: it cannot be run again. Make the plan with a "
-                "step that writes them, or write them outside of handle.step"
-            )
         self.gradients.put_back()
-        self._buffers.put_back()
-        self._random_state()
+        for put_back in self._put_back:
+            put_back()
 
 
 class Gradients:

@@ -58,6 +58,7 @@ __all__ = [
 
 _TRIES = 4  # runs of one step before it is given up
 _TIGHTER = 0.9  # of the present limit, for the next plan after running out of memory
+_UNSEEN_BYTES = 2**14  # that later steps may take above the one that `fit` has confirmed a plan with
 _HAD = 0.95  # of what the device had to give when it ran out, for the same
 
 
@@ -236,7 +237,7 @@ class Handle:
             return
         self._made_room, plan = True, self.plan
         copies = remembered_bytes(self.model, torch.device(plan.profile.environment.device))
-        lacking = plan.predicted_peak_bytes + copies - plan.budget_bytes
+        lacking = plan.predicted_peak_bytes + copies + _UNSEEN_BYTES - plan.budget_bytes
         if lacking <= 0 or not plan.budget_bytes:
             return
         simulated = simulate(plan.profile, plan.choices).peak_bytes
@@ -250,7 +251,7 @@ class Handle:
         made = replace(
             made,
             budget_bytes=plan.budget_bytes,
-            predicted_peak_bytes=made.predicted_peak_bytes + above + copies,
+            predicted_peak_bytes=made.predicted_peak_bytes + above + copies,  # of steps that copy
         )
         self._go_over_to(made, f"to leave room for {format_bytes(copies)} of buffers that handle.step copies")
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from remat import InputError, VerificationError
-from remat.check.verify import Difference, compare, difference, verify
+from remat.check.verify import Difference, Verification, compare, difference, verify
 from remat.run.wrap import bypass, wrap
 
 
@@ -66,6 +66,11 @@ def test_a_right_checkpoint_is_equal_bit_for_bit():
     assert result.compared == 1 + len(list(model.parameters())) + 1  # loss, parameters, the input
     assert str(result) == "equal bit for bit: 10 tensors compared, whole step"
     result.raise_if_different()
+
+
+def test_nothing_compared_is_not_called_equal():
+    nothing = Verification(True, True, 0.0, 0.0, compared=0, how="1 recompute as a whole")
+    assert str(nothing) == "nothing compared in the step: 1 recompute as a whole"
 
 
 def scaled_recompute(factor):

@@ -68,6 +68,8 @@ class Verification:
                 for word, names in (("missing", self.missing), ("unexpected", self.unexpected))
                 if names
             ]
+        elif self.bitwise and not self.compared:
+            return f"nothing compared in the step: {self.how}"
         elif self.bitwise:
             verdict, detail = "equal bit for bit", []
         else:

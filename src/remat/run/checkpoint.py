@@ -263,7 +263,7 @@ class _Call:
             self._entry, self._exit = (self._entry, end) if drew else (None, None)
         held = self._inputs.settle(self.name, offload=self._options.offload)
         for state in self._state:
-            state.settle()
+            state.settle(self.name)
         if self._saved is not None and self._observer is not None:
             kept = SavedBytes(self._modules)
             kept.add_all(held)

@@ -51,7 +51,7 @@ class Inputs:
             return {
                 i: leaf.clone().requires_grad_(leaf.requires_grad)
                 for i, leaf in self._items()
-                if (known.buffers is None or i in known.inputs)
+                if (not known.seen or i in known.inputs)
                 and i in self._versions
                 and not (leaf.is_leaf and leaf.requires_grad)  # torch itself forbids writing to those
             }

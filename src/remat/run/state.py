@@ -1,9 +1,11 @@
 """What a region's modules carry from call to call: buffers that a forward writes, parameters that it reads.
 
 A recomputation must not count a batch twice (BatchNorm, an exponential average, power iteration), and must
-read the values that the first run read. So, while a region runs again, the buffers it writes are replaced by
-copies of their values at entry, and put back afterwards. Which buffers those are is learned on a module's
-first call, by comparing contents: BatchNorm's kernels write running statistics without telling autograd.
+read the values that the first run read. So, while a region runs again, its buffers are those of its entry:
+copies of those that it may write, nothing in the place of one that it made itself. Which buffers a module
+writes is learned on its first call, by comparing contents, for not every write tells autograd (BatchNorm's
+kernels, `.data`). A later call may write others, so small buffers are copied every time, and the large ones
+that are believed to be only read are watched: a write that autograd counts is an error, not a wrong gradient.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from remat.errors import RecomputeError
@@ -27,12 +30,19 @@ __all__ = ["Habits", "ModuleState", "habits", "modules_of", "norms_behind"]
 
 Slot = tuple[str, str]  # (path of the owning submodule, name of the buffer)
 
+_SMALL_BYTES = 16 << 10  # of a buffer that is copied at every call
+
 
 @dataclass
 class Habits:
     """What one module was seen to do, in one training mode; knowledge about it, not state of any graph."""
 
-    buffers: frozenset[Slot] | None = None  # None: not seen yet
+    seen: bool = False
+    written: frozenset[Slot] = frozenset()  # buffers that a call wrote
+    read: frozenset[Slot] = frozenset()  # buffers that a call left as they were; in neither: not seen yet
+    assumed: frozenset[Slot] = (
+        frozenset()
+    )  # of those seen without values (fake): read, as far as versions say
     inputs: frozenset[int] = frozenset()  # positions of the tensor inputs that it writes in place
 
 
@@ -44,52 +54,110 @@ def habits(module: nn.Module) -> Habits:
     return _HABITS.setdefault(module, {}).setdefault(module.training, Habits())
 
 
+class _Buffer:
+    """One buffer at the entry of a call, and its copy if one was made."""
+
+    __slots__ = ("copy", "owner", "slot", "tensor", "version")
+
+    def __init__(self, owner: nn.Module, slot: Slot, tensor: Tensor) -> None:
+        self.owner, self.slot, self.tensor, self.version = owner, slot, tensor, _version(tensor)
+        self.copy: Tensor | None = None
+
+    @property
+    def has_values(self) -> bool:
+        return not (self.tensor.is_meta or isinstance(self.tensor, FakeTensor))
+
+    def is_copied_by(self, known: Habits) -> bool:
+        """If it may be written, also by kernels that do not count it, or if it costs next to nothing."""
+        read = self.slot in known.read or (self.slot in known.assumed and not self.has_values)
+        if read and _is_norm(self.owner):
+            return self.owner.training  # frozen ones are many, and never written
+        if self.tensor.requires_grad:
+            return not read  # functional_call lent it: a copy is not what the graph knows
+        return not read or self.tensor.nbytes <= _SMALL_BYTES
+
+    def was_written(self) -> bool:
+        """Compares contents, which waits for the device: once for each buffer."""
+        now = self.owner._buffers.get(self.slot[1])
+        if now is not self.tensor or _version(now) != self.version:
+            return True
+        if type(now) is not Tensor or now.is_meta or self.copy is None:
+            return False  # contents that cannot be compared, or none
+        return not torch.equal(now, self.copy)
+
+    def __str__(self) -> str:
+        return f"buffer {self.slot[1]!r} of {type(self.owner).__name__}"
+
+
 class ModuleState:
     """A module's state at the entry of one call."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        known = habits(module)
-        slots = _all_slots(module) if known.buffers is None else known.buffers
-        self._objects = {slot: _buffers_of(module, slot)[slot[1]] for slot in slots}
-        with torch.no_grad():
-            self._entry = {slot: value.clone() for slot, value in self._objects.items() if value is not None}
-        parameters = [(owner, name, p) for owner in module.modules() for name, p in owner._parameters.items()]
+        self._habits = known = habits(module)
+        self._tables: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
+        self._buffers: list[_Buffer] = []
         # torch.func.functional_call puts plain tensors in the place of parameters, for the call only.
-        self._lent = [
-            (owner, name, p)
-            for owner, name, p in parameters
-            if p is not None and not isinstance(p, nn.Parameter)
-        ]
-        self._versions = [
-            (owner, name, weakref.ref(p), p._version)
-            for owner, name, p in parameters
-            if isinstance(p, nn.Parameter) and not p.is_inference()
-        ]
+        self._lent: list[tuple[nn.Module, str, Tensor]] = []
+        self._versions: list[tuple[nn.Module, str, weakref.ref[Tensor], int]] = []
+        for path, owner in module.named_modules():
+            table = owner._buffers
+            self._tables.append((owner, dict(table)))
+            for name, tensor in table.items():
+                if tensor is not None:
+                    self._buffers.append(_Buffer(owner, (path, name), tensor))
+            for name, p in owner._parameters.items():
+                if isinstance(p, nn.Parameter):
+                    if not p.is_inference():
+                        self._versions.append((owner, name, weakref.ref(p), p._version))
+                elif p is not None:
+                    self._lent.append((owner, name, p))
+        if self._buffers:
+            copies: dict[int, Tensor] = {}  # a buffer that two modules share has one copy
+            with torch.no_grad():
+                for buffer in self._buffers:
+                    if buffer.is_copied_by(known):
+                        tensor = buffer.tensor
+                        if id(tensor) not in copies:
+                            copies[id(tensor)] = tensor.clone()
+                        buffer.copy = copies[id(tensor)]
 
     @property
     def nbytes(self) -> int:
-        return sum(value.nbytes for value in self._entry.values())
+        return sum({id(b.copy): b.copy.nbytes for b in self._buffers if b.copy is not None}.values())
 
-    def settle(self) -> None:
-        """After the first run: learn what it wrote, and let the rest go."""
-        known = habits(self._module)
-        if known.buffers is None:
-            written = {slot for slot, value in self._entry.items() if self._was_written(slot, value)}
-            known.buffers = frozenset(written)
-        self._entry = {slot: value for slot, value in self._entry.items() if slot in known.buffers}
-        self._objects = {}
+    def settle(self, region: str) -> None:
+        """After the first run: learn what it wrote, let the rest go. A write that nobody expected raises."""
+        known = self._habits
+        known.seen = True
+        for buffer in self._buffers:
+            if buffer.slot not in known.read and buffer.slot not in known.written:
+                if buffer.was_written():
+                    known.written |= {buffer.slot}
+                    continue
+                if buffer.has_values:
+                    known.read |= {buffer.slot}
+                else:
+                    known.assumed |= {buffer.slot}
+                if not buffer.is_copied_by(known):
+                    buffer.copy = None
+        thawed = [b for b in self._buffers if b.copy is None and b.owner.training and _is_norm(b.owner)]
+        lost = self._lost() + thawed
+        if lost:
+            slots = {buffer.slot for buffer in lost}
+            known.written, known.read = known.written | slots, known.read - slots
+            raise RecomputeError(
+                f"{region}: {lost[0]} ({lost[0].tensor.nbytes:,} bytes) was written in this call, and not in "
+                "those before, so it was not copied and the region cannot be recomputed from its value at "
+                "entry. It is copied from now on, the next call is right: run this step again (the buffer "
+                "has been written once already), or leave the module out (exclude=...)"
+            )
 
-    def _was_written(self, slot: Slot, entry: Tensor) -> bool:
-        now = _buffers_of(self._module, slot).get(slot[1])
-        if now is not self._objects[slot] or now is None:
-            return True
-        if type(now) is not Tensor or now.is_meta:
-            return False  # nothing to compare: fake and meta tensors have no contents
-        return not torch.equal(now, entry)
+    def _lost(self) -> list[_Buffer]:
+        """Those that were written since, though there is no copy."""
+        return [b for b in self._buffers if b.copy is None and _version(b.tensor) != b.version]
 
     def check(self, region: str) -> None:
-        """The parameters must be what the first run read: an optimizer step in between would go unnoticed."""
+        """All must be what the first run read: an optimizer step in between would go unnoticed."""
         for owner, name, ref, version in self._versions:
             parameter = owner._parameters.get(name)
             if parameter is not None and parameter is ref() and parameter._version != version:
@@ -98,37 +166,54 @@ class ModuleState:
                     f"backward (version {version} -> {parameter._version}): recomputation would give other "
                     "values; call backward() before optimizer.step() or any other update"
                 )
+        for buffer in self._lost():
+            raise RecomputeError(
+                f"{region}: {buffer} was written between forward and backward (version {buffer.version} -> "
+                f"{_version(buffer.tensor)}): recomputation would give other values; call backward() before "
+                "the update. (Under DDP every forward writes all buffers: with several forwards before a "
+                "backward, pass broadcast_buffers=False)"
+            )
 
     @contextmanager
     def as_at_entry(self) -> Iterator[None]:
         """Run with buffers as they were at entry, and put the present ones back, written to by nobody."""
-        put_back: list[tuple[dict[str, Any], str, Any]] = []
+        put_back: list[tuple[dict[str, Any], dict[str, Any]]] = []
         try:
-            for slot, value in self._entry.items():
-                buffers, name = _buffers_of(self._module, slot), slot[1]
-                put_back.append((buffers, name, buffers[name]))
-                buffers[name] = value.clone()
+            fresh: dict[int, Tensor] = {}
+            copied: dict[nn.Module, dict[str, Tensor]] = {}
+            for buffer in self._buffers:
+                if buffer.copy is not None:
+                    if id(buffer.copy) not in fresh:
+                        fresh[id(buffer.copy)] = buffer.copy.clone()
+                    copied.setdefault(buffer.owner, {})[buffer.slot[1]] = fresh[id(buffer.copy)]
+            for owner, at_entry in self._tables:
+                put_back.append((owner._buffers, dict(owner._buffers)))
+                _fill(owner._buffers, {**at_entry, **copied.get(owner, {})})
             for owner, name, lent in self._lent:
-                if owner._parameters[name] is not lent:
-                    put_back.append((owner._parameters, name, owner._parameters[name]))
-                    owner._parameters[name] = lent
+                parameters: dict[str, Any] = owner._parameters
+                if parameters[name] is not lent:
+                    put_back.append((parameters, dict(parameters)))
+                    parameters[name] = lent
             yield
         finally:
-            for place, name, value in reversed(put_back):
-                place[name] = value
+            for place, before in reversed(put_back):
+                _fill(place, before)
 
 
-def _all_slots(module: nn.Module) -> list[Slot]:
-    return [
-        (path, name)
-        for path, owner in module.named_modules()
-        for name, value in owner._buffers.items()
-        if value is not None
-    ]
+def _is_norm(owner: nn.Module) -> bool:
+    """One of torch's own: in training its kernels write without counting, in eval mode they only read."""
+    return isinstance(owner, _NormBase) and type(owner).__module__.startswith("torch.nn.")
 
 
-def _buffers_of(module: nn.Module, slot: Slot) -> dict[str, Any]:
-    return module.get_submodule(slot[0])._buffers
+def _fill(place: dict[str, Any], values: dict[str, Any]) -> None:
+    """In their order: it is that of the state dict."""
+    if place or values:
+        place.clear()
+        place.update(values)
+
+
+def _version(tensor: Tensor | None) -> int:
+    return 0 if tensor is None or tensor.is_inference() else tensor._version  # those cannot be written
 
 
 # ------------------------------------------------------------------------- the modules behind a function

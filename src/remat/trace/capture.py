@@ -193,6 +193,7 @@ def _no_trace(module: nn.Module, inputs: list[torch.Tensor]) -> Iterator[None]:
             yield
     finally:
         for submodule, table in tables:
+            submodule._buffers.clear()  # also of those that this call registered
             submodule._buffers.update(table)
         with torch.no_grad():
             for (buffer, before), version in zip(buffers, versions, strict=True):

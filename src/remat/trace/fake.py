@@ -112,6 +112,7 @@ def without_memory(
         yield
     finally:
         for place, tensors_before in zip(places, before, strict=True):
+            place.clear()  # a fake buffer that a forward has registered shall not stay
             place.update(tensors_before)
 
 

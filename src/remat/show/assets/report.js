@@ -90,9 +90,10 @@ function cards() {
     card("Time per step", slow, `${seconds(Math.abs(extra))} ${extra < 0 ? "less" : "more"}, predicted`),
   );
   const bitwise = facts.verification !== null && facts.verification.startsWith("equal bit for bit");
-  const word = facts.verification === null ? "Not run" : bitwise ? "Bit-equal" : facts.verified ? "Equal" : "Different";
+  const nothing = facts.verification !== null && facts.verification.startsWith("nothing compared");
+  const word = facts.verification === null ? "Not run" : nothing ? "Not compared" : bitwise ? "Bit-equal" : facts.verified ? "Equal" : "Different";
   const detail = facts.verification === null ? "remat.fit and remat.verify compare them" : facts.verification.replace(/^.*?: /, "");
-  $("cards").append(card("Gradients", word, detail, facts.verified ? "good" : facts.verified === false ? "bad" : ""));
+  $("cards").append(card("Gradients", word, detail, nothing ? "" : facts.verified ? "good" : facts.verified === false ? "bad" : ""));
 }
 
 // ------------------------------------------------------------------------------------------------- charts

@@ -207,6 +207,58 @@ def test_a_loop_that_holds_what_the_model_gives(options: dict[str, bool]) -> Non
     assert max(peaks) == pytest.approx(handle.plan.predicted_peak_bytes, rel=0.03)
 
 
+class TwoHeads(Gpt):
+    """A value that the loss may not use, from blocks of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.critic = nn.ModuleList(Gpt(2).blocks)
+        self.value = nn.Linear(self.head.in_features, 1)
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        y = x
+        for block in self.critic:
+            y = block(y)
+        return {"logits": self.head(x), "value": self.value(y)}
+
+
+def policy_loss(out: dict[str, Tensor], batch: dict[str, Any]) -> Tensor:
+    return F.cross_entropy(out["logits"].flatten(0, 1), batch["ids"].flatten())
+
+
+@pytest.mark.parametrize("share", [0.9, 0.5])
+def test_a_loop_that_holds_an_output_that_the_loss_does_not_use(share: float) -> None:
+    """What regions hold for a backward that never comes lives on with it."""
+    model, batch = TwoHeads(), tokens(4, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    policy_loss(model(**batch), batch).backward()
+    expected = [p.grad for p in model.parameters()]
+    optimizer.zero_grad()
+    handle = remat.fit(model, batch, activations=share, optimizer=optimizer, loss=policy_loss)
+    peaks = []
+    gc.collect()
+    with LiveBytes() as live:
+        live.watch([*model.parameters(), batch["ids"]])
+        for _ in range(3):
+            live.reset_peak()
+            optimizer.zero_grad()
+            out = model(**batch)
+            policy_loss(out, batch).backward()
+            optimizer.step()
+            peaks.append(live.peak_bytes)
+    assert max(peaks) <= handle.plan.budget_bytes
+    for before, parameter in zip(expected, model.parameters(), strict=True):
+        assert (before is None) == (parameter.grad is None)
+        assert before is None or torch.equal(before, parameter.grad)
+    handle.remove()
+    with pytest.raises(remat.BudgetError) as caught:
+        remat.fit(model, batch, 1000, optimizer=optimizer, loss=policy_loss)
+    remat.fit(model, batch, caught.value.needed, optimizer=optimizer, loss=policy_loss).remove()
+
+
 def test_what_counts_as_held() -> None:
     """Only with an optimizer is there a loop, and a step of the caller's own gives a loss and no more."""
     model, batch = Telling(2), tokens(4, 64)

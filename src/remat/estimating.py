@@ -193,7 +193,10 @@ class _Estimate:
                 level = meter.current_bytes()
             output_bytes = level - meter.current_bytes()
         calls = tuple(region_call(sighting) for sighting in found.sightings)
-        references = [kinds[call.kind].menu[kinds[call.kind].reference] for call in calls]
+        ran = {segment.call for segment in segments if segment.phase is Phase.BACKWARD}
+        references = [
+            kinds[call.kind].menu[kinds[call.kind].reference] for i, call in enumerate(calls) if i in ran
+        ]
         return Profile(
             model=type(self.model).__name__,
             fingerprint=fingerprint(self.model),

@@ -34,6 +34,7 @@ from remat.records import (
     HeadChunks,
     Kind,
     Mode,
+    Phase,
     Profile,
     RegionCall,
     Segment,
@@ -222,19 +223,21 @@ def _fastest_step(
     regions take the accelerator. Last, the same seconds as a step with eager regions has them."""
     whole = _whole_step(request, blocks, found, device)
     references = [kind.menu[kind.reference] for kind in kinds]
-    eager = _without(_extra_of(references, found), whole.seconds, 0.9 if request.compiler else 0.5)
+    ran = {segment.call for segment in whole.segments if segment.phase is Phase.BACKWARD}
+    eager = _without(_extra_of(references, found, ran), whole.seconds, 0.9 if request.compiler else 0.5)
     eager = max(eager, sum(kinds[sighting.species].device_seconds for sighting in found.sightings))
     if any(kind.compiler for kind in kinds):  # the eager step says little of one that is compiled
         sets = [kind.menu[_timed_entry(kind)] for kind in kinds]
         paced = _compiled_seconds(request, blocks, found, kinds, sets)
         if ranks.all_of(paced is not None) and paced is not None:
-            compiled = _without(_extra_of(sets, found), ranks.agree(paced))
+            compiled = _without(_extra_of(sets, found, ran), ranks.agree(paced))
             return whole, compiled, eager
     return whole, eager, eager
 
 
-def _extra_of(entries: Sequence[Entry], found: Survey) -> float:
-    return sum(entries[sighting.species].extra_seconds for sighting in found.sightings)
+def _extra_of(entries: Sequence[Entry], found: Survey, ran: set[int]) -> float:
+    """What these entries take longer, of the calls that ran in backward."""
+    return sum(entries[s.species].extra_seconds for call, s in enumerate(found.sightings) if call in ran)
 
 
 def _as_in_steps(kinds: Sequence[Kind], calls: Sequence[RegionCall], gap_seconds: float) -> list[Kind]:

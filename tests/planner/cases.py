@@ -104,7 +104,7 @@ def naive_peaks(given: Profile, choices: Sequence[int]) -> list[int]:
         level = given.step.parameters + given.step.buffers + given.step.optimizer_state + given.step.other
         level += segment.start_bytes
         if segment.phase is Phase.FORWARD:
-            level += given.step.outputs
+            level += given.step.outputs + naive_lives_on(given, choices)
         if given.accumulate:
             level += given.step.gradients - (given.segments[k - 1].gradient_bytes if k else 0)
         for call in range(len(given.calls)):
@@ -148,6 +148,26 @@ def naive_peaks(given: Profile, choices: Sequence[int]) -> list[int]:
     return peaks
 
 
+def naive_lives_on(given: Profile, choices: Sequence[int]) -> int:
+    """What calls that backward never came to hold of the last step, with the outputs that a loop holds."""
+    if not given.step.outputs:
+        return 0
+    backward = {segment.call for segment in given.segments if segment.phase is Phase.BACKWARD}
+    held = 0
+    for index, (call, choice) in enumerate(zip(given.calls, choices, strict=True)):
+        menu = given.kinds[call.kind].menu
+        extra = 0
+        for one, sign in ((menu[choice], 1), (next(e for e in menu if e.mode is Mode.FULL), -1)):
+            extra += sign * one.resident_bytes
+            for position in one.holds_outputs:
+                unread = position < len(call.outputs) and not any(
+                    call.outputs[position] in other.inputs for other in given.calls
+                )
+                extra += sign * given.boundary_bytes[call.outputs[position]] if unread else 0
+        held += max(extra, 0) if index not in backward else 0
+    return held
+
+
 def naive_peak(given: Profile, choices: Sequence[int]) -> int:
     step = given.step
     resident = step.parameters + step.buffers + step.optimizer_state + step.other
@@ -155,6 +175,7 @@ def naive_peak(given: Profile, choices: Sequence[int]) -> int:
     if step.optimizer_state or step.optimizer_temporary:
         last = given.segments[-1]
         left = max(last.end_bytes - last.gradient_bytes, 0)
+        left += naive_lives_on(given, choices)
         peaks.append(resident + step.gradients + left + step.optimizer_temporary)
     return max(peaks)
 
@@ -177,5 +198,6 @@ def alike(given: Profile, choices: Sequence[int]) -> bool:
 
 def naive_seconds(given: Profile, choices: Sequence[int]) -> float:
     menus = [given.kinds[call.kind].menu for call in given.calls]
-    chosen = (menu[choice].extra_seconds for menu, choice in zip(menus, choices, strict=True))
-    return given.step_seconds + sum(chosen)
+    chosen = [menu[choice].extra_seconds for menu, choice in zip(menus, choices, strict=True)]
+    backward = {segment.call for segment in given.segments if segment.phase is Phase.BACKWARD}
+    return given.step_seconds + sum(seconds for call, seconds in enumerate(chosen) if call in backward)

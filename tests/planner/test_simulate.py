@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.planner import keep_everything, simulate
+from remat.planner import keep_everything, schedule, simulate
 from remat.records import Mode, Phase, Profile, RegionCall, Segment, StepBytes
 
 from .build import entry, kind, layers, profile
@@ -86,6 +86,25 @@ def test_outputs_of_the_last_step_are_there_until_forward_has_returned() -> None
     for a, b in zip(after.points, before.points, strict=True):
         more = 7 if a.phase is Phase.FORWARD else 0
         assert (a.start_bytes - b.start_bytes, a.parameters - b.parameters) == (more, more)
+
+
+def test_what_backward_never_came_to_lives_on_with_the_outputs() -> None:
+    """Of the last step and of this one: in forward it is there twice, in the optimizer's step once."""
+    p = layers(2, gradient=3)
+    step = dataclasses.replace(p.step, outputs=7, optimizer_temporary=1)
+    unused = tuple(s for s in p.segments if s.phase is Phase.FORWARD or s.call != 1)
+    held = dataclasses.replace(p, step=step, segments=unused)
+    full, kept = simulate(held, [1, 1]), simulate(held, [1, 0])
+    more = p.kinds[0].menu[0].resident_bytes - p.kinds[0].menu[1].resident_bytes
+    forward = next(k for k, s in enumerate(unused) if s.phase is Phase.FORWARD and s.call == 1)
+    assert more > 0
+    for k, (a, b) in enumerate(zip(kept.points, full.points, strict=True)):
+        last = more if a.phase is Phase.FORWARD else 0
+        assert a.parameters - b.parameters == last
+        assert a.start_bytes - b.start_bytes == last + (more if k > forward else 0)
+    assert kept.points[-1].phase is Phase.OPTIMIZER
+    assert kept.seconds == full.seconds, "what backward does not come to is not recomputed"
+    assert schedule(held, kept.peak_bytes - 1).choices[1] == 1
 
 
 def test_labels_name_repeated_calls() -> None:

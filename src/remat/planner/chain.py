@@ -117,8 +117,8 @@ def _settle(call: Call, needs: list[int]) -> None:
     option = call.options[0]
     for segment, above in zip(call.segments, option.above, strict=True):
         needs[segment] += above
-    if call.span is not None:
-        for segment in range(call.span.forward + 1, len(needs)):
+    for first, last in call.holds:
+        for segment in range(first, last + 1):
             needs[segment] += option.held_bytes
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,8 @@ from remat.planner.simulate import (
     Span,
     boundaries,
     call_label,
-    held_bytes,
+    extra_bytes,
+    extra_seconds,
     passing_boundaries,
     returned_inputs,
     segment_peak,
@@ -36,7 +38,7 @@ from remat.planner.simulate import (
     unread_outputs,
 )
 from remat.planner.ties import tied_calls, ways
-from remat.records import Action, Entry, Mode, Profile
+from remat.records import Action, Entry, Mode, Phase, Profile
 
 __all__ = [
     "Call",
@@ -104,23 +106,29 @@ def window_sizes(profile: Profile) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Call:
-    """A region call: when it holds memory, its own segments, and the options worth considering."""
+    """A region call: when it holds memory, its own segments, and the options worth considering.
+
+    `holds`: first and last of the points at which what it holds counts. That may be twice for one point: a
+    call without a backward holds what it did in the last step, too, where a loop holds outputs.
+    """
 
     span: Span | None
+    holds: tuple[tuple[int, int], ...]
     segments: tuple[int, ...]
     options: tuple[Option, ...]
 
 
 @dataclass(frozen=True)
 class Program:
-    """Everything the solvers need. `base_bytes[k]` is the absolute level at segment k with nothing chosen.
+    """Everything the solvers need. `base_bytes[k]` is the absolute level at segment k with nothing chosen;
+    after the last segment comes the optimizer's own step, if there is one.
 
     Calls of one of the `groups` are tied: option i of one goes with option i of the others.
     """
 
     base_bytes: tuple[int, ...]
     glue_above: tuple[int, ...]  # what segment k needs above its level, 0 in a region's own segments
-    floor_bytes: int  # reached whatever is chosen: what is resident, the optimizer's own step
+    floor_bytes: int  # reached whatever is chosen: what is resident
     calls: tuple[Call, ...]
     boundaries: tuple[Boundary, ...]
     groups: tuple[tuple[int, ...], ...]  # every call is in one, most are alone
@@ -167,7 +175,7 @@ def program(profile: Profile, allow: Sequence[Action], window: Window | None = N
         mine = tuple(own.get(index, ()))
         measured = tuple(profile.segments[k].peak_bytes - profile.segments[k].start_bytes for k in mine)
         phases = tuple(profile.segments[k].phase for k in mine)
-        calls.append(Call(span, mine, ()))
+        calls.append(Call(span, _holds(profile, span, len(reference.points)), mine, ()))
         keys.append(
             (
                 call.kind,
@@ -195,14 +203,11 @@ def program(profile: Profile, allow: Sequence[Action], window: Window | None = N
                     f"Action.KEEP or Action.RECOMPUTE to allow"
                 )
             calls[index] = replace(calls[index], options=options)
-    segments = range(len(profile.segments))
-    room = _room(calls, len(profile.segments), window)
+    room = _room(calls, len(reference.points), window)
     return Program(
-        base_bytes=tuple(reference.points[k].start_bytes + room[k] for k in segments),
-        glue_above=tuple(
-            reference.points[k].working if profile.segments[k].call < 0 else 0 for k in segments
-        ),
-        floor_bytes=max([profile.step.resident, *(p.peak_bytes for p in reference.points[len(segments) :])]),
+        base_bytes=tuple(p.start_bytes + more for p, more in zip(reference.points, room, strict=True)),
+        glue_above=tuple(point.working if point.call < 0 else 0 for point in reference.points),
+        floor_bytes=profile.step.resident,
         calls=tuple(calls),
         boundaries=boundaries(profile),
         groups=groups,
@@ -244,13 +249,23 @@ def _let_go(problem: Program, passing: Passing) -> Program:
     )
 
 
-def _room(calls: Sequence[Call], segments: int, window: Window | None) -> list[int]:
-    """Bytes to leave for the link in each segment: from the first call that may send to its backward."""
+def _holds(profile: Profile, span: Span | None, points: int) -> tuple[tuple[int, int], ...]:
+    if span is None:
+        return ()
+    if span.recorded or not profile.step.outputs:
+        return ((span.forward + 1, span.backward),)
+    runs = groupby(range(len(profile.segments)), lambda k: profile.segments[k].phase)
+    forward = [tuple(run) for phase, run in runs if phase is Phase.FORWARD]
+    return ((span.forward + 1, points - 1), *((run[0], run[-1]) for run in forward))
+
+
+def _room(calls: Sequence[Call], points: int, window: Window | None) -> list[int]:
+    """Bytes to leave for the link at each point: from the first call that may send to its backward."""
     spans = [call.span for call in calls if call.span and any(o.host_bytes for o in call.options)]
     if window is None or not spans:
-        return [0] * segments
+        return [0] * points
     first, last = min(span.forward for span in spans) + 1, max(span.backward for span in spans)
-    return [window.nbytes if first <= k <= last else 0 for k in range(segments)]
+    return [window.nbytes if first <= k <= last else 0 for k in range(points)]
 
 
 def _options(
@@ -266,7 +281,8 @@ def _options(
     span = call.span
     kind = profile.kinds[profile.calls[index].kind]
     reference = kind.menu[kind.reference]
-    inputs = len(profile.calls[index].inputs)
+    # Of a call without a backward nothing is let go: what it holds of its inputs makes no difference.
+    inputs = len(profile.calls[index].inputs) if span is None or span.recorded else 0
     found: dict[int, Option] = {}
     for number, entry in enumerate(kind.menu):
         if not actions(entry) <= set(allow):
@@ -275,17 +291,15 @@ def _options(
             continue  # it never comes back: nothing is gained
         if window is not None and entry.host_bytes > window.nbytes:
             continue
-        extra = held_bytes(entry, unread) - held_bytes(reference, unread)
-        if span is None:
-            extra = 0
-        elif not span.recorded:
-            extra = max(extra, 0)
         found[number] = Option(
             entry=number,
-            seconds=entry.extra_seconds + (window.seconds_per_byte if window else 0) * entry.host_bytes,
-            held_bytes=extra,
+            seconds=extra_seconds(span, entry)
+            + (window.seconds_per_byte if window else 0) * entry.host_bytes,
+            held_bytes=extra_bytes(span, entry, reference, unread),
             above=tuple(segment_peak(profile.segments[k], entry, reference, returned) for k in call.segments),
-            holds_inputs=frozenset(range(inputs) if entry.mode is Mode.FULL else entry.holds_inputs),
+            holds_inputs=frozenset(
+                range(inputs) if entry.mode is Mode.FULL or not inputs else entry.holds_inputs
+            ),
             holds_outputs=frozenset(entry.holds_outputs),
             host_bytes=entry.host_bytes,
         )
@@ -360,10 +374,8 @@ def _matrix(problem: Program) -> _Matrix:
         for i, option in enumerate(call.options):
             column = first + i
             seconds[column] += option.seconds
-            if call.span is not None and option.held_bytes:
-                _between(
-                    changes, call.span.forward + 1, call.span.backward, column, option.held_bytes / scale
-                )
+            for begin, end in call.holds if option.held_bytes else ():
+                _between(changes, begin, end, column, option.held_bytes / scale)
             for segment, above in zip(call.segments, option.above, strict=True):
                 needs[segment].append((column, above / scale))
     for number, boundary in enumerate(problem.boundaries):
@@ -477,9 +489,7 @@ def lagrangian_bound(problem: Program, budget_bytes: int, prices: Floats) -> flo
     total = -float(prices @ _segment_caps(problem, budget_bytes)) if len(prices) else 0.0
     bought: list[list[float]] = []  # what each option of each call costs then
     for index, call in enumerate(problem.calls):
-        held = 0.0
-        if call.span is not None:
-            held = float(running[call.span.backward + 1] - running[call.span.forward + 1])
+        held = sum(float(running[end + 1] - running[begin]) for begin, end in call.holds)
         bought.append(
             [
                 option.seconds

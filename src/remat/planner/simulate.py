@@ -12,7 +12,8 @@ whole region recomputed). Every other choice differs from it in ways that are kn
   wait for it, the step takes longer.
 
 What else happened in the measured step (embedding, head, loss, gradients that appear) shifts with the level.
-In forward the outputs of the step before are there, too, if a loop holds them.
+In forward the outputs of the step before are there, too, if a loop holds them, and with them whatever regions
+hold for a backward that never ran them.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ __all__ = [
     "Timeline",
     "boundaries",
     "call_label",
+    "extra_bytes",
+    "extra_seconds",
     "returned_inputs",
     "segment_peak",
     "simulate",
@@ -216,6 +219,20 @@ def held_bytes(entry: Entry, unread: dict[int, int]) -> int:
     return entry.resident_bytes + sum(unread.get(position, 0) for position in entry.holds_outputs)
 
 
+def extra_bytes(span: Span | None, entry: Entry, reference: Entry, unread: dict[int, int]) -> int:
+    """What a call holds in this entry beyond what it holds in the reference."""
+    if span is None:
+        return 0
+    extra = held_bytes(entry, unread) - held_bytes(reference, unread)
+    # Without a backward, whether the reference held anything is unknown: count what is added only.
+    return extra if span.recorded else max(extra, 0)
+
+
+def extra_seconds(span: Span | None, entry: Entry) -> float:
+    """What a call takes longer in this entry: all of it in backward, so that without one it is nothing."""
+    return entry.extra_seconds if span is None or span.recorded else 0.0
+
+
 def simulate(profile: Profile, choices: Sequence[int]) -> Timeline:
     """The memory timeline of one step, and its seconds, if call i runs in entry `choices[i]` of its menu."""
     return Simulator(profile).run(choices)
@@ -243,7 +260,12 @@ class Simulator:
         if len(choices) != len(profile.calls):
             raise ValueError(f"{len(choices)} choices for {len(profile.calls)} region calls")
         chosen = [menu[choice] for menu, choice in zip(self._menus, choices, strict=True)]
-        shifts = self._shifts(chosen)
+        extras = [
+            extra_bytes(*of_call)
+            for of_call in zip(self._spans, chosen, self._references, self._unread, strict=True)
+        ]
+        shifts = self._shifts(chosen, extras)
+        lives_on = self._lives_on(extras)
         link = link_use(profile, choices)
         moving = [0] * len(shifts) if link is None else link.level_bytes
         points = []
@@ -260,11 +282,12 @@ class Simulator:
             if profile.accumulate:
                 present = profile.step.gradients + self._unadded(gradients)
             start = profile.step.resident + segment.start_bytes + (present - gradients) + shift + held
-            start += _last_outputs(profile, segment)
-            points.append(_point(profile, label, segment, start, above, present, held))
+            # A loop that says `out = model(batch)` lets go of the last step's when forward returns.
+            last = profile.step.outputs + lives_on if segment.phase is Phase.FORWARD else 0
+            points.append(_point(profile, label, segment, start + last, above, present, held, last))
             gradients = segment.gradient_bytes
         if profile.step.optimizer_state or profile.step.optimizer_temporary:
-            points.append(_optimizer_point(profile))
+            points.append(_optimizer_point(profile, lives_on))
 
         worst = max(points, key=lambda point: point.peak_bytes, default=None)
         return Timeline(
@@ -272,7 +295,7 @@ class Simulator:
             peak_bytes=profile.step.resident if worst is None else worst.peak_bytes,
             peak_at="" if worst is None else worst.label,
             seconds=profile.step_seconds
-            + sum(entry.extra_seconds for entry in chosen)
+            + sum(map(extra_seconds, self._spans, chosen))
             + (0.0 if link is None else link.waited_seconds),
             link=link,
         )
@@ -282,7 +305,14 @@ class Simulator:
         all over when its backward has ended; a head in chunks is not part of it."""
         return max(gradients - self._added_at_once, 0) if self.profile.graph_roots else 0
 
-    def _shifts(self, chosen: Sequence[Entry]) -> list[int]:
+    def _lives_on(self, extras: Sequence[int]) -> int:
+        """What lives on with the outputs, if they are held: of the calls that backward did not come to."""
+        if not self.profile.step.outputs:
+            return 0
+        pairs = zip(self._spans, extras, strict=True)
+        return sum(extra for span, extra in pairs if span is not None and not span.recorded)
+
+    def _shifts(self, chosen: Sequence[Entry], extras: Sequence[int]) -> list[int]:
         """By how much the level at the start of each segment differs from the measured step's."""
         changes = [0] * (len(self.profile.segments) + 1)
 
@@ -292,15 +322,9 @@ class Simulator:
                 changes[first] += nbytes
                 changes[last + 1] -= nbytes
 
-        for span, entry, reference, unread in zip(
-            self._spans, chosen, self._references, self._unread, strict=True
-        ):
-            if span is None:
-                continue
-            extra = held_bytes(entry, unread) - held_bytes(reference, unread)
-            if not span.recorded:  # whether the reference held anything is unknown: count what is added only
-                extra = max(extra, 0)
-            between(span.forward + 1, span.backward, extra)
+        for span, extra in zip(self._spans, extras, strict=True):
+            if span is not None:
+                between(span.forward + 1, span.backward, extra)
         for boundary in self._boundaries:
             span = self._spans[boundary.consumer]
             if span is not None and not boundary.held(chosen[boundary.producer], chosen[boundary.consumer]):
@@ -340,10 +364,16 @@ def _peak_alone(segment: Segment, entry: Entry) -> int:
 
 
 def _point(
-    profile: Profile, label: str, segment: Segment, start: int, above: int, gradients: int, moving: int
+    profile: Profile,
+    label: str,
+    segment: Segment,
+    start: int,
+    above: int,
+    gradients: int,
+    moving: int,
+    last: int,
 ) -> Point:
     step = profile.step
-    last = _last_outputs(profile, segment)
     return Point(
         label=label,
         phase=segment.phase,
@@ -359,18 +389,13 @@ def _point(
     )
 
 
-def _last_outputs(profile: Profile, segment: Segment) -> int:
-    """What the last step gave: a loop that says `out = model(batch)` lets go of it when forward returns."""
-    return profile.step.outputs if segment.phase is Phase.FORWARD else 0
-
-
-def _optimizer_point(profile: Profile) -> Point:
+def _optimizer_point(profile: Profile, lives_on: int) -> Point:
     """The optimizer's own step: all gradients, its temporaries, and what the training step left behind."""
     step = profile.step
-    left = 0
+    left = lives_on
     if profile.segments:
         last = profile.segments[-1]
-        left = max(last.end_bytes - last.gradient_bytes, 0)
+        left += max(last.end_bytes - last.gradient_bytes, 0)
     start = step.resident + step.gradients + left
     return Point(
         label="optimizer step",

@@ -115,8 +115,8 @@ class _Search:
                 for i, option in enumerate(call.options):
                     self._picos[number][i] += round(option.seconds * _PICO)
                     takes = self._takes[number][i]
-                    if call.span is not None:
-                        takes[call.span.forward + 1 : call.span.backward + 1] += option.held_bytes
+                    for first, last in call.holds:
+                        takes[first : last + 1] += option.held_bytes
                     for point, above in zip(call.segments, option.above, strict=True):
                         takes[point] += above
 

@@ -472,7 +472,8 @@ def timeline(
     """One step, forward and backward, every region checkpointed: the level at every border of a region.
 
     `sightings` are those of the survey, in the same order: a region's backward ends when the gradients of its
-    own inputs are there. An input that others read as well gets its gradient when the last of them is done.
+    own inputs are there. An input that others read as well gets its gradient when the last of them is done. A
+    region whose outputs get no gradient has no backward.
     """
     return _Clock(model, meter, [_not_its_own(sighting) for sighting in sightings]).run(blocks, run)
 
@@ -526,6 +527,7 @@ class _Clock:
         elsewhere = self._elsewhere[call] if call < len(self._elsewhere) else frozenset()
         wanted = {place for place, tensor in enumerate(inputs) if tensor.requires_grad}
         waiting = wanted - elsewhere or wanted
+        watched = any(tensor.grad_fn is not None for tensor in outputs)  # no nodes: hooks would hold them
         begun: list[bool] = []
 
         def begin(_: Any) -> None:
@@ -536,7 +538,8 @@ class _Clock:
         def arrived(place: int) -> Callable[[torch.Tensor], None]:
             def hook(_: torch.Tensor) -> None:
                 waiting.discard(place)
-                if not waiting:
+                # An input may have other readers: its gradient does not mean that the region had a backward.
+                if not waiting and (begun or not watched):
                     self._mark(Phase.BACKWARD, call, begins=False)
 
             return hook

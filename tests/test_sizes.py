@@ -155,6 +155,8 @@ def test_the_step_before_may_have_been_the_largest():
         found = made.profile_at(size)
         assert (found.step.outputs, found.head.output_bytes) == (50 * 2048, 2048)
     assert made.profile_at(4096).step.outputs == 50 * 4096
+    found = made.profile_at(680, before=4096)
+    assert (found.step.outputs, found.head.output_bytes) == (50 * 4096, 4096)
     assert with_chunks(made.profile_at(680)).step.outputs == 2048
 
 

@@ -207,6 +207,36 @@ def test_a_loop_that_holds_what_the_model_gives(options: dict[str, bool]) -> Non
     assert max(peaks) == pytest.approx(handle.plan.predicted_peak_bytes, rel=0.03)
 
 
+def test_a_batch_after_one_that_was_longer_than_all_that_were_measured() -> None:
+    """What that one gave is still there: the plans of shorter ones are made again."""
+    model = Telling(vocabulary=1024)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    batches = {length: {**tokens(4, length), "everything": True} for length in (64, 80, 128)}
+    model(**batches[64])["loss"].backward()
+    expected = [p.grad for p in model.parameters()]
+    optimizer.zero_grad()
+    with pytest.raises(remat.BudgetError) as caught:
+        remat.fit(model, batches[64], 1000, optimizer=optimizer)
+    budget = int(caught.value.needed * 1.9)
+    handle = remat.fit(model, batches[64], budget, optimizer=optimizer, adaptive=True)
+    assert handle.sizes[-1] == 64
+    peaks = {}
+    gc.collect()
+    with LiveBytes() as live:
+        live.watch([*model.parameters(), batches[64]["ids"]])
+        for number, length in enumerate((64, 64, 80, 64, 128, 64, 64)):
+            live.reset_peak()
+            optimizer.zero_grad()
+            out = model(**batches[length])
+            out["loss"].backward()
+            optimizer.step()
+            peaks[number, length] = live.peak_bytes
+    assert {key: peak for key, peak in peaks.items() if peak > budget} == {}
+    assert peaks[1, 64] > 0.8 * budget, "or nothing is shown"
+    found = [p.grad for p in model.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
 class TwoHeads(Gpt):
     """A value that the loss may not use, from blocks of its own."""
 

@@ -157,6 +157,7 @@ class AdaptiveHandle(Handle):
         self._stencils: dict[Any, Stencil] = {}
         self._confirmed: set[Shapes] = {measured.knots[0].shapes}  # recipes have run at these
         self._refused: set[Shapes] = set()  # and did not fit at these
+        self._longest = self._family.sizes[-1]  # that was measured or has run: its output may still be held
         self._now: tuple[Shapes, int] | None = None
         self._read = shapes_of(self.model)
         self._monitor = Monitor(self._budget)
@@ -276,6 +277,7 @@ class AdaptiveHandle(Handle):
             ready = self._prepare(shapes)
             self.stats.planning_seconds += time.perf_counter() - begin
             self._ready[key] = ready
+            self._grow(key, ready)
             while len(self._ready) > _REMEMBERED:
                 self._ready.popitem(last=False)
         else:
@@ -289,6 +291,17 @@ class AdaptiveHandle(Handle):
             self._go_over(key, ready)
         self._host.begin(ready.load)
         ready.ran = True
+
+    def _grow(self, key: tuple[Shapes, int], ready: _Ready) -> None:
+        """The output of the longest batch so far is there in the next forward: plans that do not know of it
+        are made again."""
+        place = self._place_of(key[0])
+        if place is None or place.size <= self._longest:
+            return
+        self._longest = place.size
+        self._ready.clear()
+        self._plans.clear()
+        self._ready[key] = ready
 
     def _settle(self) -> None:
         """The forward before this one is over: recipes that ran in it for the first time have fitted."""
@@ -340,7 +353,7 @@ class AdaptiveHandle(Handle):
             )
             return _Ready({name: Table.whole(tower) for name, tower in self._names.items()}, None)
         recipes = place.exact and shapes not in self._refused and self._trusts(place.size)
-        if place == self._fitted_size and recipes and not self._is_tightened():
+        if place == self._fitted_size and recipes and not self._is_tightened() and self._fitted_holds():
             load = load_of(self._fitted)
             if place.size not in self._hostless and self._has_room(load, place.size):
                 return self._with_recipes(self._fitted, self._fitted, None, load, fresh=False)
@@ -360,6 +373,18 @@ class AdaptiveHandle(Handle):
             if made.entry(index).mode is not Mode.KEEP
         }
         return _Ready(tables, made, chunked_head(made))
+
+    def _fitted_holds(self) -> bool:
+        """Whether the fitted plan is within the budget after the longest batch so far, too."""
+        profile = self._fitted.profile
+        longest = self._family.profile_at(self._longest)
+        outputs = longest.step.outputs
+        if profile.chunked and longest.head is not None:
+            outputs = longest.head.output_bytes
+        if outputs <= profile.step.outputs:
+            return True
+        after = replace(profile, step=replace(profile.step, outputs=outputs))
+        return simulate(after, self._fitted.choices).peak_bytes + self._over <= self._budget
 
     def _unchecked(self, size: int, needed: int) -> BudgetError:
         """At this size only recipes are within the budget, and nothing would answer for them."""
@@ -567,7 +592,7 @@ class AdaptiveHandle(Handle):
         return max(int(largest / 2 ** (octaves / _PER_OCTAVE)), size)
 
     def _made(self, size: int, recipes: bool) -> Plan:
-        found = self._family.profile_at(size)
+        found = self._family.profile_at(size, self._longest)
         found = found if recipes else without_recipes(found)
         limit, allow = self._limit_bytes(), self._fitted.allow
         if Action.OFFLOAD in allow:
@@ -583,6 +608,8 @@ class AdaptiveHandle(Handle):
             margin = MARGIN if size > self._family.sizes[-1] else 0.0
             if least * (1 + margin / 2) > self._budget and not self._is_tightened():
                 where = f"This batch is of size {size}; what was measured: {list(self.sizes)}. {error.where}"
+                if size < self._longest and self._longest > self._family.sizes[-1]:
+                    where += f", after a batch of size {self._longest} whose output may still be held"
                 hints = error.hints
                 if size in self._hostless:
                     hints = ("free host memory", *(hint for hint in hints if hint != "allow offload"))

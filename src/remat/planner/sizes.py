@@ -185,14 +185,18 @@ class Family:
     profiles: tuple[Profile, ...]
     notes: tuple[str, ...] = ()
 
-    def profile_at(self, size: int) -> Profile:
+    def profile_at(self, size: int, before: int = 0) -> Profile:
         """What the step takes at this size: never too little between the measured sizes. Its regions have no
-        graphs: see `graph_at`."""
+        graphs: see `graph_at`. The step before may have been of size `before`, or of any measured one."""
+        largest = self.profiles[-1] if before <= self.sizes[-1] else self._alone(before)
+        return _after_the_largest(self._alone(size), largest)
+
+    def _alone(self, size: int) -> Profile:
         if size in self.sizes:
-            return _after_the_largest(self.profiles[self.sizes.index(size)], self.profiles[-1])
+            return self.profiles[self.sizes.index(size)]
         bare = [_bare(profile, self.profiles[-1]) for profile in self.profiles]
         blended: Profile = _blend(self.sizes, bare, size, False, "profile")
-        return _after_the_largest(blended, self.profiles[-1])
+        return blended
 
     def signature_at(self, number: int, size: int) -> str:
         """The signature of a kind's calls at exactly this size."""

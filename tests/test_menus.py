@@ -12,7 +12,7 @@ from remat import profiling
 from remat.check.bench import Bench
 from remat.menus import _full_extra, _recipe_extra, _Replays
 from remat.planner.pacing import pace_of
-from remat.records import Entry, Kind, Mode, Recipe
+from remat.records import Entry, Kind, Mode, Phase, Recipe, Segment
 from remat.trace.price import launch_seconds
 
 LAUNCH = 1e-5
@@ -75,7 +75,8 @@ def test_a_step_takes_no_less_than_its_regions_take_the_accelerator(monkeypatch,
     full = Entry(Mode.FULL, 0, 0, 0, extra_seconds=10e-3)
     kinds = [Kind("", (full,), 0, 3e-3, device_seconds=device_seconds)]
     found = SimpleNamespace(sightings=[SimpleNamespace(species=0)] * 10)
-    monkeypatch.setattr(profiling, "_whole_step", lambda *args: profiling._WholeStep((), 0, 0.2))
+    ran = tuple(Segment(Phase.BACKWARD, call, 0, 0, 0) for call in range(10))
+    monkeypatch.setattr(profiling, "_whole_step", lambda *args: profiling._WholeStep(ran, 0, 0.2))
     request = SimpleNamespace(compiler="")
     _, fastest, eager = profiling._fastest_step(request, [], found, kinds, torch.device("cpu"))
     assert fastest == eager == pytest.approx(plain)

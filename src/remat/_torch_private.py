@@ -410,8 +410,22 @@ def _decompositions() -> dict[Any, Any]:
     from torch._inductor.decomposition import select_decomp_table
 
     table = dict(select_decomp_table())
-    table.pop(torch.ops.aten.embedding_dense_backward.default, None)
+    if _runs_as_it_is(torch.ops.aten.embedding_dense_backward.default):
+        table.pop(torch.ops.aten.embedding_dense_backward.default, None)
     return table
+
+
+def _runs_as_it_is(op: Any) -> bool:
+    """Whether inductor calls torch's own kernel for this operation, if it is not taken apart. Before 2.13 it
+    has to be told so for an operation that it could take apart."""
+    from torch._inductor import lowering
+
+    if op not in lowering.lowerings:
+        try:
+            lowering.make_fallback(op, lowering.require_contiguous, warn=False, override_decomp=True)  # type: ignore[no-untyped-call]
+        except (AttributeError, TypeError, AssertionError):
+            return False
+    return op in lowering.lowerings
 
 
 def _written(graph: torch.fx.Graph) -> list[torch.fx.Node]:

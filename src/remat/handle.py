@@ -243,10 +243,11 @@ class Handle:
         simulated = simulate(plan.profile, plan.choices).peak_bytes
         try:
             made = schedule(plan.profile, simulated - lacking, allow=plan.allow)
-        except BudgetError:
-            text = f"handle.step copies {format_bytes(copies)} of buffers, {format_bytes(lacking)} beyond "
-            self._journal.note("over budget", f"{text}the budget, and no tighter plan leaves room for them")
-            return
+        except BudgetError as error:  # the best there is
+            made = schedule(plan.profile, error.needed, allow=plan.allow)
+            over = format_bytes(error.needed - (simulated - lacking))
+            text = f"handle.step copies {format_bytes(copies)} of buffers, and no plan leaves room for them: "
+            self._journal.note("over budget", f"{text}{over} more than the budget are needed")
         above = plan.predicted_peak_bytes - simulated  # as `fit` has measured it
         made = replace(
             made,

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from remat import trees
 from remat._torch_private import after_accumulation
+from remat.attributes import Attributes
 from remat.errors import RematError
 
 __all__ = [
@@ -207,7 +208,9 @@ def _flags(model: nn.Module) -> Callable[[], None]:
 
 
 def remember_buffers(model: nn.Module) -> Callable[[], None]:
-    """Copies every buffer; the result puts them back: the same tensors with the same values."""
+    """Copies every buffer; the result puts them back: the same tensors with the same values. And so it does
+    with plain attributes, which may say what is in a buffer."""
+    attributes = Attributes(model.modules())
     tables = [(module, dict(module._buffers)) for module in model.modules()]
     saved = [
         (buffer, buffer.detach().clone())
@@ -216,6 +219,7 @@ def remember_buffers(model: nn.Module) -> Callable[[], None]:
     ]
 
     def put_back() -> None:
+        attributes.put_back()
         for module, table in tables:
             if not _same(module._buffers, table):
                 module._buffers.clear()

@@ -1,11 +1,12 @@
 """What a region's modules carry from call to call: buffers that a forward writes, parameters that it reads.
 
 A recomputation must not count a batch twice (BatchNorm, an exponential average, power iteration), and must
-read the values that the first run read. So, while a region runs again, its buffers are those of its entry:
-copies of those that it may write, nothing in the place of one that it made itself. Which buffers a module
-writes is learned on its first call, by comparing contents, for not every write tells autograd (BatchNorm's
-kernels, `.data`). A later call may write others, so small buffers are copied every time, and the large ones
-that are believed to be only read are watched: a write that autograd counts is an error, not a wrong gradient.
+read the values that the first run read. So, while a region runs again, its plain attributes and its buffers
+are those of its entry: copies of those that it may write, nothing in the place of one that it made itself.
+Which buffers a module writes is learned on its first call, by comparing contents, for not every write tells
+autograd (BatchNorm's kernels, `.data`). A later call may write others, so small buffers are copied every
+time, and the large ones that are believed to be only read are watched: a write that autograd counts is an
+error, not a wrong gradient.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _NormBase
 
+from remat.attributes import Attributes, Value, exchange
 from remat.errors import RecomputeError
 
 __all__ = ["Habits", "ModuleState", "habits", "modules_of", "norms_behind"]
@@ -70,8 +72,10 @@ class _Buffer:
     def is_copied_by(self, known: Habits) -> bool:
         """If it may be written, also by kernels that do not count it, or if it costs next to nothing."""
         read = self.slot in known.read or (self.slot in known.assumed and not self.has_values)
+        if _is_thawed(self.owner):
+            return True
         if read and _is_norm(self.owner):
-            return self.owner.training  # frozen ones are many, and never written
+            return False  # frozen ones are many, and never written
         if self.tensor.requires_grad:
             return not read  # functional_call lent it: a copy is not what the graph knows
         return not read or self.tensor.nbytes <= _SMALL_BYTES
@@ -99,7 +103,10 @@ class ModuleState:
         # torch.func.functional_call puts plain tensors in the place of parameters, for the call only.
         self._lent: list[tuple[nn.Module, str, Tensor]] = []
         self._versions: list[tuple[nn.Module, str, weakref.ref[Tensor], int]] = []
-        for path, owner in module.named_modules():
+        modules = list(module.named_modules())
+        self._attributes: Attributes | None = Attributes(owner for _, owner in modules)
+        self._replaced: list[Value] = []  # attributes that the call changed
+        for path, owner in modules:
             table = owner._buffers
             self._tables.append((owner, dict(table)))
             for name, tensor in table.items():
@@ -129,6 +136,8 @@ class ModuleState:
         """After the first run: learn what it wrote, let the rest go. A write that nobody expected raises."""
         known = self._habits
         known.seen = True
+        if self._attributes is not None:
+            self._replaced, self._attributes = self._attributes.changed(), None
         for buffer in self._buffers:
             if buffer.slot not in known.read and buffer.slot not in known.written:
                 if buffer.was_written():
@@ -140,7 +149,7 @@ class ModuleState:
                     known.assumed |= {buffer.slot}
                 if not buffer.is_copied_by(known):
                     buffer.copy = None
-        thawed = [b for b in self._buffers if b.copy is None and b.owner.training and _is_norm(b.owner)]
+        thawed = [b for b in self._buffers if b.copy is None and _is_thawed(b.owner)]
         lost = self._lost() + thawed
         if lost:
             slots = {buffer.slot for buffer in lost}
@@ -167,18 +176,21 @@ class ModuleState:
                     "values; call backward() before optimizer.step() or any other update"
                 )
         for buffer in self._lost():
+            known = self._habits
+            known.written, known.read = known.written | {buffer.slot}, known.read - {buffer.slot}
             raise RecomputeError(
                 f"{region}: {buffer} was written between forward and backward (version {buffer.version} -> "
                 f"{_version(buffer.tensor)}): recomputation would give other values; call backward() before "
-                "the update. (Under DDP every forward writes all buffers: with several forwards before a "
-                "backward, pass broadcast_buffers=False)"
+                "the update, or run this step again: from now on the buffer is copied at every call"
             )
 
     @contextmanager
     def as_at_entry(self) -> Iterator[None]:
         """Run with buffers as they were at entry, and put the present ones back, written to by nobody."""
         put_back: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        present: list[Value] = []
         try:
+            present = exchange(self._replaced)
             fresh: dict[int, Tensor] = {}
             copied: dict[nn.Module, dict[str, Tensor]] = {}
             for buffer in self._buffers:
@@ -198,10 +210,15 @@ class ModuleState:
         finally:
             for place, before in reversed(put_back):
                 _fill(place, before)
+            exchange(present)
+
+
+def _is_thawed(owner: nn.Module) -> bool:
+    return isinstance(owner, _NormBase) and owner.training
 
 
 def _is_norm(owner: nn.Module) -> bool:
-    """One of torch's own: in training its kernels write without counting, in eval mode they only read."""
+    """One of torch's own, which in eval mode only read."""
     return isinstance(owner, _NormBase) and type(owner).__module__.startswith("torch.nn.")
 
 

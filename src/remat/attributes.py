@@ -1,0 +1,59 @@
+"""Plain attributes of modules with buffers: numbers, flags, names, None.
+
+A module may say in one of them what its buffers hold: `max_seq_len_cached` beside a table of positions that
+grows. So wherever buffers are put back to what they were, these are, too. Modules without buffers are left
+alone, for their flags say other things (what was built, who is the root); and so are tensors, lists and
+dictionaries: they may be large, and who keeps results in them finds the same there again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+__all__ = ["Attributes", "Value", "exchange"]
+
+Value = tuple[dict[str, Any], str, Any]  # where, under which name, what
+
+_PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
+_ABSENT = object()
+_OWN = "training"  # a flag that is looked after by itself
+
+
+class Attributes:
+    """Those of these modules, as they are now."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._then = [(owner, bool(owner._buffers), _plain(owner.__dict__)) for owner in modules]
+
+    def changed(self) -> list[Value]:
+        """What they were, of those that are something else now, that came, or that went."""
+        found: list[Value] = []
+        for owner, had_buffers, then in self._then:
+            if not had_buffers and not owner._buffers:
+                continue
+            place = owner.__dict__
+            found += [(place, n, value) for n, value in then.items() if place.get(n, _ABSENT) is not value]
+            found += [(place, n, _ABSENT) for n in _plain(place) if n not in then]
+        return found
+
+    def put_back(self) -> None:
+        exchange(self.changed())
+
+
+def exchange(values: Iterable[Value]) -> list[Value]:
+    """Put these values in their places; what was there before."""
+    before = []
+    for place, name, value in values:
+        before.append((place, name, place.get(name, _ABSENT)))
+        if value is _ABSENT:
+            place.pop(name, None)
+        else:
+            place[name] = value
+    return before
+
+
+def _plain(place: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in place.items() if type(value) in _PLAIN and name != _OWN}

@@ -5,9 +5,9 @@
 Per workload, in one process: the plain eager step; torch.compile of the whole model and of each block
 ("regional"), each with activation_memory_budget 1.0, 0.5, 0.25 and 0.0; compiled blocks inside torch's
 checkpoint; and remat with compile=True at several shares of the plain step's activation peak, and with
-compile="whole" ("remat-whole") at the largest of them: the model as one graph, or its trunk as one graph with
-head and loss in chunks where there is a head. On the launch-bound model that is at 0.6 of torch.compile's own
-peak.
+compile="whole" at the largest of them: the model as one graph ("remat-whole"), and its trunk as one graph
+with head and loss in chunks where there is a head ("remat-trunk"). On the launch-bound model that is at 0.6
+of torch.compile's own peak.
 
 Times are CUDA events after warm-up, every method in every round in shuffled order and compared with the plain
 step of the same round; the peak is the allocator's above what is resident (parameters and gradients are). The
@@ -47,7 +47,7 @@ from remat.trace.discover import find_blocks
 
 STOCK_BUDGETS = (1.0, 0.5, 0.25, 0.0)
 SHARES = (0.45, 0.25, 0.10, 0.04)
-GROUPS = ("plain", "remat", "remat-whole", "regional", "checkpoint", "whole")
+GROUPS = ("plain", "remat", "remat-whole", "remat-trunk", "regional", "checkpoint", "whole")
 
 
 # ------------------------------------------------------------------------------------------- workloads
@@ -254,13 +254,12 @@ class Race:
         if "remat" in self.options.methods.split(","):
             for label, share in shares.items():
                 self._add_share(profile, share, allow, f"remat {label}")
-        if "remat-whole" in self.options.methods.split(","):
-            whole = replace(profile, one_graph=True)  # the same saved sets; each plan is one long compilation
-            kind = "whole"
-            if profile.head is not None and profile.head.trunks:
-                whole, kind = with_chunks(whole), "trunk"  # as one graph, head and loss in chunks behind it
-            for label, share in in_one_graph.items():
-                self._add_share(whole, share, ["keep", "recompute"], f"remat {kind} {label}")
+        whole = replace(profile, one_graph=True)  # the same saved sets; each plan is one long compilation
+        for label, share in in_one_graph.items():
+            if "remat-whole" in self.options.methods.split(","):
+                self._add_share(whole, share, ["keep", "recompute"], f"remat whole {label}")
+            if "remat-trunk" in self.options.methods.split(",") and profile.head and profile.head.trunks:
+                self._add_share(with_chunks(whole), share, ["keep", "recompute"], f"remat trunk {label}")
 
     def _add_share(self, profile: remat.Profile, share: float, allow: list[str], label: str) -> None:
         """Plan for a share of the plain peak; where the measured peak is above it, once more with less. One
@@ -327,7 +326,7 @@ class Race:
             self.add_whole(some)
         if "regional" in wanted:
             self.add_regional(some)
-        if {"remat", "remat-whole"} & set(wanted):
+        if {"remat", "remat-whole", "remat-trunk"} & set(wanted):
             self.add_remat()
         if "regional" in wanted:
             self.add_regional(STOCK_BUDGETS[1:])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import remat
 from remat import menus
@@ -354,3 +355,27 @@ def test_it_says_so_if_nobody_keeps_the_handle(caplog: pytest.LogCaptureFixture)
 def test_bad_arguments_are_refused_before_anything_is_done(options: dict[str, Any], message: str) -> None:
     with pytest.raises(remat.InputError, match=message):
         remat.fit(Gpt(2), tokens(2, 16), **options)
+
+
+def test_a_cache_that_grows_with_every_call_is_refused() -> None:
+    config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+                         num_key_value_heads=2, vocab_size=32)  # fmt: skip
+    model = LlamaForCausalLM(config)
+    ids = torch.arange(16).view(1, 16)
+    batch = {"input_ids": ids, "labels": ids}
+    before = [dict(module.__dict__) for module in model.modules()]
+    with pytest.raises(remat.InputError, match=r"model\.layers\.0 is given a KV cache .* use_cache=True"):
+        remat.fit(model, {**batch, "use_cache": True}, activations=0.5)
+    assert [dict(module.__dict__) for module in model.modules()] == before
+    assert config.use_cache
+    remat.fit(model, batch, activations=0.9).remove()
+
+
+def test_what_is_said_to_be_needed_is_enough_for_many_small_layers() -> None:
+    """The spot check's samples are a few hundred bytes per region: here that is a percent of the budget."""
+    with pytest.raises(remat.BudgetError) as caught:
+        remat.fit(Gpt(12, 16), tokens(2, 32), 1000)
+    needed = caught.value.needed
+    remat.fit(Gpt(12, 16), tokens(2, 32), needed).remove()
+    with pytest.raises(remat.BudgetError):
+        remat.fit(Gpt(12, 16), tokens(2, 32), int(needed * 0.98))

@@ -5,7 +5,7 @@ without any shape changing. So a few elements of dropped tensors are kept and co
 on the device: of as many tensors as it takes for every replayed operation to lie behind one of them. And one
 region per step, in turn, compares a checksum over all bits of one of those tensors, in turn as well. The
 result is read once, when backward ends: loss.backward() itself raises, before an optimizer can use the
-gradients.
+gradients. Only the host compares what it has itself at once, so that nothing of it is held till then.
 """
 
 from __future__ import annotations
@@ -77,8 +77,13 @@ class SpotCheck:
             if tensor.is_floating_point():  # the bits of a NaN are the device's own
                 self._nan[place] = tensor.sum(dtype=torch.float32 if tensor.element_size() < 4 else None)
             taken = True
-        if taken and self._running is not None and tensor.is_cuda:
+        if not taken or self._running is None:
+            return
+        if tensor.is_cuda:
             self._running.has_seen(self, tensor.device)
+        elif tensor.device.type == "cpu" and self.is_complete() and not _differ([self]):
+            self._running.checks.remove(self)
+            self.forget()
 
     def stacked(self) -> torch.Tensor | None:
         """All samples, expected and found, in one tensor; None: they come in `pairs`."""

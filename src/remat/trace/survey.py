@@ -10,7 +10,7 @@ frugal way and reads the meter at every region's entry and exit, forward and bac
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,7 +22,7 @@ from remat import ranks
 from remat.check.chance import SeededRun
 from remat.check.live import Meter, storages_of
 from remat.check.untouched import backward
-from remat.errors import CaptureError
+from remat.errors import CaptureError, InputError
 from remat.records import Phase, RegionGraph, Role, Segment
 from remat.run.checkpoint import Options, run_checkpointed
 from remat.run.functions import every_function
@@ -224,6 +224,7 @@ class _Sights:
     def _visit(
         self, name: str, tower: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
+        _refuse_cache(name, (*args, *kwargs.values()))
         number = self._calls.get(name, 0)
         self._calls[name] = number + 1
         index = len(self._result.sightings)
@@ -275,6 +276,16 @@ class _Sights:
             )
             shared = frozenset(p for p, b in enumerate(sighting.inputs) if len(readers[b]) > 1)
             self._result.sightings[index] = replace(sighting, written_later=written, shared=shared)
+
+
+def _refuse_cache(name: str, given: Iterable[Any]) -> None:
+    for value in given:
+        if callable(getattr(value, "get_seq_length", None)):  # as transformers' caches have it
+            raise InputError(
+                f"{name} is given a KV cache ({type(value).__name__}), which grows with every call: a "
+                "recomputation would fill it again. Training needs none: leave out use_cache=True and "
+                "past_key_values"
+            )
 
 
 def _version(tensor: torch.Tensor) -> int:

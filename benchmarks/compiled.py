@@ -4,10 +4,9 @@
 
 Per workload, in one process: the plain eager step; torch.compile of the whole model and of each block
 ("regional"), each with activation_memory_budget 1.0, 0.5, 0.25 and 0.0; compiled blocks inside torch's
-checkpoint; and remat with compile=True at several shares of the plain step's activation peak, and with
-compile="whole" at the largest of them: the model as one graph ("remat-whole"), and its trunk as one graph
-with head and loss in chunks where there is a head ("remat-trunk"). On the launch-bound model that is at 0.6
-of torch.compile's own peak.
+checkpoint; and remat with compile=True at several shares of the plain step's activation peak, and, fitted
+with compile="whole" at the largest of them, as one graph ("remat-whole"). On the launch-bound model that is
+at 0.6 of torch.compile's own peak.
 
 Times are CUDA events after warm-up, every method in every round in shuffled order and compared with the plain
 step of the same round; the peak is the allocator's above what is resident (parameters and gradients are). The
@@ -27,7 +26,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -42,12 +41,11 @@ from workloads import CUDA, Job, gpt2, llama, vit
 
 import remat
 from remat.codec import to_json
-from remat.planner.schedule import with_chunks
 from remat.trace.discover import find_blocks
 
 STOCK_BUDGETS = (1.0, 0.5, 0.25, 0.0)
 SHARES = (0.45, 0.25, 0.10, 0.04)
-GROUPS = ("plain", "remat", "remat-whole", "remat-trunk", "regional", "checkpoint", "whole")
+GROUPS = ("plain", "remat", "remat-whole", "regional", "checkpoint", "whole")
 
 
 # ------------------------------------------------------------------------------------------- workloads
@@ -63,7 +61,6 @@ WORKLOADS: dict[str, Callable[[], Job]] = {
     "tiny-gpt2": lambda: gpt2(3, 64, 4, 256, 4, 64),
 }
 LAUNCH_BOUND_SHARE = 0.6  # of torch.compile's own peak
-LOOSE = 0.03  # of a share left unused, from which on one graph is planned once more
 
 
 # ---------------------------------------------------------------------------------------------- the race
@@ -166,8 +163,7 @@ class Race:
         extra = ", ".join(
             f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}"
             for key, value in row.items()
-            if key
-            in ("predicted_time", "predicted_share", "compile_seconds", "first_step_seconds", "fallbacks")
+            if key in ("predicted_time", "predicted_share", "first_step_seconds", "fallbacks", "one_graph")
         )
         print(
             f"{self.name:<13}{label:<30}{row.get('time', 1):.3f}x  peak {row.get('share', 1):.3f}  "
@@ -254,44 +250,58 @@ class Race:
         if "remat" in self.options.methods.split(","):
             for label, share in shares.items():
                 self._add_share(profile, share, allow, f"remat {label}")
-        whole = replace(profile, one_graph=True)  # the same saved sets; each plan is one long compilation
-        for label, share in in_one_graph.items():
-            if "remat-whole" in self.options.methods.split(","):
-                self._add_share(whole, share, ["keep", "recompute"], f"remat whole {label}")
-            if "remat-trunk" in self.options.methods.split(",") and profile.head and profile.head.trunks:
-                self._add_share(with_chunks(whole), share, ["keep", "recompute"], f"remat trunk {label}")
+        if "remat-whole" in self.options.methods.split(","):
+            for label, share in in_one_graph.items():
+                self._add_one_graph(profile, share, f"remat whole {label}")
 
     def _add_share(self, profile: remat.Profile, share: float, allow: list[str], label: str) -> None:
-        """Plan for a share of the plain peak; where the measured peak is above it, once more with less. One
-        graph may need less than predicted, its head being compiled: then once more with what is left."""
+        """Plan for a share of the plain peak; where the measured peak is above it, once more with less."""
         plain = self.result["methods"].get("plain", {}).get("peak_bytes")
         wanted = share
         for attempt in range(3):
             try:
-                plan = self._plan(profile, wanted, allow, try_least=profile.one_graph and not attempt)
+                plan = remat.plan(profile, activations=wanted, allow=allow)
             except remat.BudgetError as error:
-                self.record(label, failed=f"BudgetError: {str(error)[:300]}")
-                print(f"{self.name}: {label}: {error}", flush=True)
+                self._refused(label, error)
                 return
             if not self.add(self._planned(label, plan, wanted)) or plain is None:
                 return
             over = self.result["methods"][label]["peak_bytes"] / plain - share
-            loose = profile.one_graph and not attempt and over < -LOOSE * share
-            if attempt == 2 or (over <= 0.002 * share and not loose):
+            if attempt == 2 or over <= 0.002 * share:
                 return
             self.methods.pop()
-            planned = self.result["methods"][label]["predicted_share"] if loose else wanted
-            wanted = min(max(planned - (0.95 if loose else 1.05) * over, 0.001), 1.0)
+            wanted = min(max(wanted - 1.05 * over, 0.001), 1.0)
 
-    def _plan(
-        self, profile: remat.Profile, wanted: float, allow: list[str], *, try_least: bool
-    ) -> remat.Plan:
+    def _add_one_graph(self, profile: remat.Profile, share: float, label: str) -> None:
+        """As `fit` finds it, which measures what the compiled head takes: with the head in the graph, or the
+        trunk as one graph with head and loss in chunks."""
+        if self.late():
+            self.record(label, not_run=f"after {self.options.limit} s")
+            return
+        resident = profile.step.resident + profile.step.gradients
+        budget = resident + int(share * self.result["methods"]["plain"]["peak_bytes"])
+        allow = ["keep", "recompute", "chunk"]
+        begin = time.perf_counter()
         try:
-            return remat.plan(profile, activations=wanted, allow=allow)
+            handle = remat.fit(
+                self.model, self.batch, budget, compile=f"whole+{self.options.backend}", allow=allow
+            )
         except remat.BudgetError as error:
-            if not try_least:
-                raise
-            return remat.plan(profile, error.needed, allow=allow)  # what that takes is then measured
+            self._refused(label, error)
+            return
+        plan = handle.plan
+        handle.remove()
+        method = self._planned(label, plan, share)
+        method.facts |= {
+            "fit_seconds": time.perf_counter() - begin,
+            "one_graph": [root or "the model" for root in plan.profile.graph_roots],
+            "notes": list(plan.profile.notes),
+        }
+        self.add(method)
+
+    def _refused(self, label: str, error: remat.BudgetError) -> None:
+        self.record(label, failed=f"BudgetError: {str(error)[:300]}")
+        print(f"{self.name}: {label}: {error}", flush=True)
 
     def _planned(self, label: str, plan: remat.Plan, wanted: float) -> Method:
         ways = {}
@@ -326,7 +336,7 @@ class Race:
             self.add_whole(some)
         if "regional" in wanted:
             self.add_regional(some)
-        if {"remat", "remat-whole", "remat-trunk"} & set(wanted):
+        if {"remat", "remat-whole"} & set(wanted):
             self.add_remat()
         if "regional" in wanted:
             self.add_regional(STOCK_BUDGETS[1:])

@@ -839,8 +839,8 @@ def test_the_benchmark_records_what_runs_and_what_fails(tmp_path: Any) -> None:
     assert found["remat 0.45"]["share"] <= 0.451
     assert found["remat 0.45"]["fallbacks"] == 0
     assert "BudgetError" in found["remat 0.04"]["failed"]
-    assert found["remat trunk 0.45"]["share"] <= 0.451
-    assert found["remat trunk 0.45"]["fallbacks"] == 0
+    assert found["remat whole 0.45"]["share"] <= 0.451
+    assert found["remat whole 0.45"]["fallbacks"] == 0
 
 
 class Tempered(Block):

@@ -13,6 +13,7 @@ from torch import nn
 import remat
 from remat.check.live import LiveBytes
 from remat.planner.schedule import make_plan
+from remat.run import recover
 from remat.run.recover import Gradients, is_out_of_memory
 
 
@@ -244,6 +245,37 @@ def test_every_recovery_takes_a_tighter_plan():
     assert peaks[1] < peaks[0]
     assert peaks == sorted(peaks, reverse=True)
     assert handle.stats.counts["plan changed"] >= 1
+
+
+@pytest.mark.parametrize("failures", [1, 3, 4])
+def test_memory_that_lacks_for_copies_of_buffers(failures, monkeypatch):
+    """What a step changes is copied before it begins: that is part of the step, and tried again with it."""
+    model = Net()
+    handle = fitted(model, share=1.0)
+    seed(3)
+    expected = copy.deepcopy(model)
+    expected(batches(1)[0]).backward()
+    chance = random_state()
+    seed(3)
+    remember, calls = recover.remember_buffers, []
+
+    def lacking(of):
+        calls.append(1)
+        if len(calls) <= failures:
+            raise torch.OutOfMemoryError("no room for copies")
+        return remember(of)
+
+    monkeypatch.setattr(recover, "remember_buffers", lacking)
+    if failures == 4:  # as often as is tried
+        before = state_of(model)
+        with pytest.raises(remat.RecoveryError, match="no room for copies"):
+            handle.step(lambda: model(batches(1)[0]))
+        assert_same_state(before, state_of(model))
+        return
+    handle.step(lambda: model(batches(1)[0]))
+    assert handle.stats.counts["recovered"] == 1
+    assert_same_state(state_of(expected), state_of(model))
+    assert random_state() == chance
 
 
 def test_other_errors_pass_through_and_leave_no_hooks():

@@ -282,21 +282,47 @@ def test_dropout_other_lengths_and_evaluation() -> None:
             assert torch.equal(plain(case.batch), other(case.batch))
 
 
-def test_a_head_that_the_compiler_needs_less_for(monkeypatch: Any) -> None:
-    """A budget below what is predicted with an eager head is tried, where only the head stands in its way."""
+def test_what_a_compiled_head_needs_is_learned_from_runs(monkeypatch: Any) -> None:
+    """A head measured eagerly may need less in the graph: plans are tried from the fastest on. `head_bytes`
+    is what it then really needs, as a device's allocator would tell (the meter of the host cannot)."""
     case = case_of(OneTower)
+    plain = copy.deepcopy(case.model)
     found = profile(case)
     with pytest.raises(BudgetError) as caught:
-        remat.plan(found, found.step.resident + 1)
-    budget = caught.value.needed - 4096
-    measured = fitting._measured_excess
-    monkeypatch.setattr(fitting, "_measured_excess", lambda *args: min(measured(*args), 0) - 16384)
-    with remat.fit(case.model, case.batch, budget, loss=case.loss, compile=WHOLE) as handle:
-        assert handle.plan.profile.graph_roots == ("",)
-        assert handle.plan.predicted_peak_bytes <= budget
-    monkeypatch.setattr(fitting, "_measured_excess", lambda *args: max(measured(*args), 0))
+        remat.plan(found, found.step.resident + 1, allow=CHUNK[:2])
+    eager = fitting._working_outside(found)
+    head_bytes, tried, really = 0, [], fitting._measured_excess
+
+    def measured(request: Any, handle: remat.Handle, before: int) -> int:
+        excess = really(request, handle, before)
+        if handle.plan.profile.graph_roots != ("",):
+            return excess
+        tried.append(handle.plan.choices)
+        outside = [
+            replace(s, peak_bytes=min(s.peak_bytes, fitting._stays(s) + head_bytes)) if s.call < 0 else s
+            for s in found.segments
+        ]
+        truth = replace(handle.plan.profile, segments=tuple(outside))
+        return simulate(truth, handle.plan.choices).peak_bytes - handle.plan.predicted_peak_bytes
+
+    monkeypatch.setattr(fitting, "_measured_excess", measured)
+    monkeypatch.setattr(fitting, "_sees_compiled", lambda profile: True)
+    below = caught.value.needed - eager // 4
+    for head_bytes in (0, eager // 2):
+        tried.clear()
+        with remat.fit(case.model, case.batch, below, loss=case.loss, compile=WHOLE) as handle:
+            assert handle.plan.profile.graph_roots == ("",)
+            assert handle.plan.predicted_peak_bytes <= below
+            assert handle.plan.plain_peak_bytes == remat.plan(found, activations=1.0).plain_peak_bytes
+            assert_close(step(case, plain), step(case, case.model))
+        for model in (plain, case.model):
+            model.zero_grad(set_to_none=True)
+        assert len(tried) == (1 if head_bytes == 0 else 2), tried
+    head_bytes = eager
+    with remat.fit(case.model, case.batch, below, loss=case.loss, compile=WHOLE, allow=CHUNK) as handle:
+        assert handle.plan.profile.graph_roots == ("trunk",)
     with pytest.raises(BudgetError):
-        remat.fit(case.model, case.batch, budget, loss=case.loss, compile=WHOLE)
+        remat.fit(case.model, case.batch, below, loss=case.loss, compile=WHOLE)
     assert not any(wrapped(module) for module in case.model.modules())
 
 

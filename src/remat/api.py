@@ -287,6 +287,11 @@ def _request(
 ) -> Request:
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; pass an nn.Module")
+    if not torch.is_grad_enabled():
+        raise InputError(
+            "gradients are switched off here, by torch.no_grad() or torch.inference_mode(): a training step "
+            "is measured, so call this outside of it"
+        )
     _refuse_arguments(loss, step, optimizer, accumulate)
     model, quietly = ranks.unwrap(model)
     if batch is None and step is None:
@@ -433,6 +438,8 @@ def _actions(allow: Sequence[Action | str] | None, *, offload: bool) -> tuple[Ac
     """What is allowed; `offload` says whether it is among the default."""
     if allow is None:
         return (*_ACTIONS, Action.OFFLOAD) if offload else _ACTIONS
+    if isinstance(allow, str):
+        raise InputError(f"allow={allow!r} is one text; give a list, as in allow=[{allow!r}]")
     try:
         actions = tuple(Action(action) for action in allow)
     except ValueError:

@@ -4,16 +4,21 @@ A module may say in one of them what its buffers hold: `max_seq_len_cached` besi
 grows. So wherever buffers are put back to what they were, these are, too. Modules without buffers are left
 alone, for their flags say other things (what was built, who is the root); and so are tensors, lists and
 dictionaries: they may be large, and who keeps results in them finds the same there again.
+
+A tensor that a forward leaves in an attribute (its attention map, a loss beside the main one) hangs on the
+graph of that forward. `tensors_kept` keeps it there while the module runs again: what the second run would
+leave hangs on a graph of its own, which reaches no other region, and which nobody would let go.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["Attributes", "Value", "exchange"]
+__all__ = ["Attributes", "Value", "exchange", "tensors_kept"]
 
 Value = tuple[dict[str, Any], str, Any]  # where, under which name, what
 
@@ -53,6 +58,29 @@ def exchange(values: Iterable[Value]) -> list[Value]:
         else:
             place[name] = value
     return before
+
+
+@contextmanager
+def tensors_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Attributes that are tensors, or lists or tuples of them, are afterwards those that they are now."""
+    before = [(place := module.__dict__, _with_tensors(place)) for module in modules]
+    try:
+        yield
+    finally:
+        for place, then in before:
+            now = _with_tensors(place)
+            changed = [name for name in {**then, **now} if then.get(name) is not now.get(name)]
+            exchange((place, name, then.get(name, _ABSENT)) for name in changed)
+
+
+def _with_tensors(place: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in place.items() if _has_tensor(value)}
+
+
+def _has_tensor(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(isinstance(item, Tensor) for item in value)
+    return isinstance(value, Tensor)
 
 
 def _plain(place: dict[str, Any]) -> dict[str, Any]:

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from remat import ranks
 from remat.check import verify as check_verify
-from remat.check.peak import release_cached, step_peak
+from remat.check.peak import StepPeak, release_cached, step_peak
 from remat.check.regions import verify_regions
 from remat.check.untouched import untouched
 from remat.check.verify import Verification
 from remat.errors import BudgetError, RematError, VerificationError
 from remat.handle import Handle, apply, chunked_head
-from remat.planner.schedule import refusal, schedule
+from remat.planner.schedule import keep_everything, refusal, schedule, with_chunks
 from remat.planner.simulate import simulate
 from remat.profiling import Request, device_of
-from remat.records import Action, Mode, Phase, Plan, Profile
+from remat.records import Action, Mode, Phase, Plan, Profile, Segment
 from remat.trace.joint import is_random
 from remat.units import format_bytes
 
@@ -38,6 +39,15 @@ _ROUNDING = 1e-4
 _ROUNDING_LOW = 0.05  # in half precision
 
 
+@dataclass(frozen=True)
+class _Confirmed:
+    """A plan that was run and found to be within the budget; its predicted peak is the measured one."""
+
+    plan: Plan
+    measured: StepPeak | None
+    outside: Any
+
+
 def fitted(
     request: Request,
     found: Profile,
@@ -46,55 +56,18 @@ def fitted(
     check: bool,
     progress: Callable[[str], None],
 ) -> Handle:
-    """Plan, run the plan, and plan again by what it showed: tighter until its measured peak is within the
-    budget, or once looser where the prediction was too high."""
-    over, good = 0, None
-    for attempt in range(_TRIES):
-        try:
-            made = plan_below(found, budget_bytes, over, allowed)
-        except BudgetError as error:
-            if good is not None:
-                break
-            if not found.one_graph:
-                raise
-            least = None if attempt else _least_in_one_graph(found, budget_bytes, error, allowed)
-            if least is None:
-                why = _out_of_reach(found, over, error, allowed)
-                return fitted(request, _one_by_one(found, why), budget_bytes, allowed, check, progress)
-            made = least
-        progress("running the plan once")
-        with _applied(request, made, check) as handle:
-            excess = ranks.most(_measured_excess(request, handle, over))
-            measured, outside = handle.measured, handle.outside
-            lost = _lost(handle)
-            if Action.OFFLOAD not in handle.plan.allow:  # the host refused: it need not be asked again
-                made, allowed = replace(handle.plan, budget_bytes=budget_bytes), handle.plan.allow
-        if lost:
-            return fitted(request, _one_by_one(found, lost), budget_bytes, allowed, check, progress)
-        peak = made.predicted_peak_bytes + excess
-        if peak > budget_bytes:
-            if good is not None:
-                break
-            over = excess
-            continue
-        looser = (
-            good is None
-            and excess < 0
-            and peak < (1 - _SLACK - _pieces_share(found)) * budget_bytes
-            and any(made.choices)
-        )
-        good = (replace(made, predicted_peak_bytes=peak), measured, outside)
-        if not looser:
-            break
-        over = excess
-    if good is None:
-        raise RematError(
-            f"no plan was found whose measured peak is within {format_bytes(budget_bytes)} after {_TRIES} "
-            f"tries; the last one peaked {format_bytes(over)} above its prediction: "
-            "raise the budget by that much"
-        )
-    handle = _applied(request, good[0], check)
-    handle.measured, handle.outside = good[1:]
+    """The fastest plan that was measured to be within the budget, applied and verified."""
+
+    def search(profile: Profile, allowed: tuple[Action, ...]) -> _Confirmed | str:
+        return _searched(request, profile, budget_bytes, allowed, check, progress)
+
+    good = _searched_in_one_graph(found, allowed, search) if found.one_graph else search(found, allowed)
+    if isinstance(good, str):
+        if not found.one_graph:
+            raise RematError(good)
+        return fitted(request, _one_by_one(found, good), budget_bytes, allowed, check, progress)
+    handle = _applied(request, good.plan, check)
+    handle.measured, handle.outside = good.measured, good.outside
     try:
         progress("verifying region by region")
         handle.verification = _verified(request, handle)
@@ -105,6 +78,68 @@ def fitted(
         return handle
     handle.remove()
     return fitted(request, _without_recipes(found, handle), budget_bytes, allowed, check, progress)
+
+
+def _searched(
+    request: Request,
+    found: Profile,
+    budget_bytes: int,
+    allowed: tuple[Action, ...],
+    check: bool,
+    progress: Callable[[str], None],
+) -> _Confirmed | str:
+    """Plan, run the plan, and plan again by what it showed: tighter until its measured peak is within the
+    budget, or once looser where the prediction was too high. Otherwise why there is none."""
+    over, good = 0, None
+    profile = _with_compiled_head(found)
+    for _ in range(_TRIES):
+        try:
+            made = plan_below(profile, budget_bytes, over, allowed)
+        except BudgetError:
+            if good is None:
+                raise
+            break
+        progress("running the plan once")
+        with _applied(request, made, check) as handle:
+            excess = ranks.most(_measured_excess(request, handle, over))
+            measured, outside = handle.measured, handle.outside
+            lost = _lost(handle)
+            if Action.OFFLOAD not in handle.plan.allow:  # the host refused: it need not be asked again
+                made, allowed = replace(handle.plan, budget_bytes=budget_bytes), handle.plan.allow
+        if lost:
+            return lost
+        peak = made.predicted_peak_bytes + excess
+        if peak > budget_bytes:
+            if good is not None:
+                break
+            if profile is found:
+                over = excess
+            else:
+                profile = _with_compiled_head(found, made, peak)
+            continue
+        looser = (
+            good is None
+            and excess < 0
+            and peak < (1 - _SLACK - _pieces_share(found)) * budget_bytes
+            and any(made.choices)
+        )
+        good = _Confirmed(_beside_plain(made, found, peak), measured, outside)
+        if not looser:
+            break
+        over = excess
+    return good or (
+        f"no plan was found whose measured peak is within {format_bytes(budget_bytes)} after {_TRIES} "
+        f"tries; the last one peaked {format_bytes(excess)} above its prediction: "
+        "raise the budget by that much"
+    )
+
+
+def _beside_plain(made: Plan, found: Profile, peak_bytes: int) -> Plan:
+    """With what was measured, and compared with the untouched step."""
+    if found.chunked or not found.one_graph:
+        return replace(made, predicted_peak_bytes=peak_bytes)
+    plain = simulate(found, keep_everything(found)).peak_bytes
+    return replace(made, predicted_peak_bytes=peak_bytes, plain_peak_bytes=plain)
 
 
 def _verified(request: Request, handle: Handle) -> Verification:
@@ -136,26 +171,66 @@ def _verified(request: Request, handle: Handle) -> Verification:
     return replace(found, bitwise=False, within="rounding", how=how)
 
 
-def _least_in_one_graph(
-    found: Profile, budget_bytes: int, error: BudgetError, allowed: tuple[Action, ...]
-) -> Plan | None:
-    """A budget that is out of reach as predicted may not be so: what lies outside of blocks (the head, the
-    loss) was measured as it runs eagerly, and the compiler may need less for it. That is worth a compilation
-    where the blocks alone are within the budget: the plan with the least peak, to see what it takes."""
-    least = schedule(found, error.needed, allow=allowed)
-    points = simulate(least.profile, least.choices).points
-    of_blocks = max((point.peak_bytes for point in points if point.call >= 0), default=0)
-    return replace(least, budget_bytes=budget_bytes) if of_blocks <= budget_bytes else None
+# ------------------------------------------------------------------------------------------ in one graph
 
 
-def _out_of_reach(found: Profile, over: int, error: BudgetError, allowed: tuple[Action, ...]) -> str:
-    """Why no plan in one graph is within the budget."""
-    if over > 0:
-        return f"it peaks {format_bytes(over)} above what was predicted"
-    why = f"that needs {format_bytes(error.needed)}"
+def _searched_in_one_graph(
+    found: Profile,
+    allowed: tuple[Action, ...],
+    search: Callable[[Profile, tuple[Action, ...]], _Confirmed | str],
+) -> _Confirmed | str:
+    """With the head in the graph, where the compiler fuses it with the loss and the host has least to do. If
+    that is out of reach, of the trunk, with head and loss in chunks behind it; if that is, too, why."""
+    chunks = with_chunks(found) if Action.CHUNK in allowed else None
+    without = tuple(action for action in allowed if action is not Action.CHUNK)
+    why = ""
+    for profile in filter(None, (found, chunks)):
+        try:
+            good = search(profile, without)
+        except BudgetError as error:
+            good = f"that needs {format_bytes(error.needed)}"
+        if not isinstance(good, str):
+            return good
+        why = good
     if Action.CHUNK in allowed and found.head is not None and not found.head.trunks:
-        why += ", and no module that the step calls holds the blocks without the head, which is in chunks"
+        why += "; no module that the step calls holds the blocks without the head, which is in chunks"
     return why
+
+
+def _with_compiled_head(found: Profile, tried: Plan | None = None, peak_bytes: int = 0) -> Profile:
+    """What lies outside of blocks (the head, the loss) was measured as it runs eagerly; in one graph with the
+    blocks it needs less, by how much is seen when it runs. So nothing is assumed to be needed at first but
+    what stays; then as much as it took for the plan that was `tried` to peak where it did."""
+    if not found.one_graph or found.chunked or not _sees_compiled(found):
+        return found
+    working = 0
+    if tried is not None:
+        points = simulate(tried.profile, tried.choices).points
+        seen = max((point.peak_bytes for point in points if point.call < 0), default=peak_bytes)
+        working = _working_outside(tried.profile) + max(peak_bytes - seen, 0)
+    return replace(
+        found,
+        segments=tuple(
+            segment
+            if segment.call >= 0
+            else replace(segment, peak_bytes=min(segment.peak_bytes, _stays(segment) + working))
+            for segment in found.segments
+        ),
+    )
+
+
+def _sees_compiled(found: Profile) -> bool:
+    """Whether a measured step has what compiled code allocates in it: the allocator of a device does."""
+    return found.environment.device.startswith("cuda")
+
+
+def _working_outside(profile: Profile) -> int:
+    outside = (segment for segment in profile.segments if segment.call < 0)
+    return max((segment.peak_bytes - _stays(segment) for segment in outside), default=0)
+
+
+def _stays(segment: Segment) -> int:
+    return max(segment.start_bytes, segment.end_bytes)
 
 
 def _lost(handle: Handle) -> str:
@@ -217,7 +292,7 @@ def _measured_excess(request: Request, handle: Handle, before: int) -> int:
     profile, device = handle.plan.profile, device_of(request.model)
     first = replace(profile.step, optimizer_state=0, optimizer_temporary=0, outputs=0)
     alone = replace(profile, accumulate=False, step=first)
-    predicted = simulate(alone, handle.plan.choices).peak_bytes - alone.step.resident
+    predicted = simulate(alone, handle.plan.choices)
     release_cached(device)
     with untouched(request.model, request.optimizer) as handle.outside:
         try:
@@ -226,7 +301,10 @@ def _measured_excess(request: Request, handle: Handle, before: int) -> int:
             lacking = max(before, 0) + math.ceil(handle.plan.budget_bytes * _LACKING)
             return max(lacking, handle.plan.budget_bytes - handle.plan.predicted_peak_bytes + lacking)
     release_cached(device)
-    return handle.measured.above_bytes - predicted
+    excess = handle.measured.above_bytes - (predicted.peak_bytes - alone.step.resident)
+    planned, seen = simulate(profile, handle.plan.choices).peak, predicted.peak
+    # Where the first step peaks lower than predicted, a later one that peaks elsewhere need not.
+    return excess if (planned.phase, planned.call) == (seen.phase, seen.call) else max(excess, 0)
 
 
 def _with_room_to_compare(plan: Plan) -> set[str]:

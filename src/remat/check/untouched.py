@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from remat import trees
 from remat._torch_private import after_accumulation
 from remat.attributes import Attributes
-from remat.errors import RematError
+from remat.errors import InputError, RematError
 
 __all__ = [
     "Outside",
@@ -158,6 +158,11 @@ _running: ContextVar[Outside | None] = ContextVar("untouched", default=None)
 
 def backward(loss: Tensor) -> None:
     """`loss.backward()` of a step that runs inside `untouched`."""
+    if not loss.requires_grad:
+        raise InputError(
+            "the loss needs no gradient: nothing that it is computed from trains. Is every parameter frozen, "
+            "was it detached, or computed under torch.no_grad()?"
+        )
     outside = _running.get()
     if outside is not None:
         outside.remember(leaves_of(loss))

@@ -73,26 +73,43 @@ def recovering(
     run again with what freeing has won. `outside`: leaves known to be trained beside the model; those in the
     loss's graph are found.
     """
-    before = _Before(model, outside)
+    before: _Before | None = None
     tried: list[str] = []
     try:
         while True:
-            loss, failure = _attempt(fn, backward, before, ranks)
+            loss, failure = None, None
+            if before is None:
+                before, failure = _remembered(model, outside)
+            if before is not None:
+                loss, failure = _attempt(fn, backward, before, ranks)
             if ranks.agree(failure is None):
                 assert loss is not None
+                assert before is not None
                 before.gradients.finish()
                 ranks.average_gradients()
                 return loss, tried
             failure = failure or Failure("another rank ran out of memory", mine=False)
             del loss
             free(model)
-            before.put_back()
+            if before is not None:
+                before.put_back()
             ranks.refuse_alone(failure)
             if len(tried) + 1 >= tries:
-                raise _gave_up(tried, failure, before.gradients)
+                raise _gave_up(tried, failure, before.gradients.added if before is not None else 0)
             tried.append(f"{failure.text}; then {tighten(failure) or 'freed memory, no tighter plan'}")
     finally:
-        before.gradients.finish()
+        if before is not None:
+            before.gradients.finish()
+
+
+def _remembered(model: nn.Module, outside: Sequence[Tensor]) -> tuple[_Before | None, Failure | None]:
+    """Buffers are copied, which takes memory that may not be there either."""
+    try:
+        return _Before(model, outside), None
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return None, _failure(error)
 
 
 def _attempt(
@@ -113,16 +130,17 @@ def _attempt(
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        failure = _failure(error)
-        _let_go(error)
-        return None, failure
+        return None, _failure(error)
 
 
 def _failure(error: BaseException) -> Failure:
+    """What is to be said of the error, which is let go of with all that it holds."""
+    reserved_bytes = allocated_bytes = 0
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        reserved_bytes, allocated_bytes = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
     text = str(error).split("\n")[0][:300]
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
-        return Failure(text)
-    return Failure(text, torch.cuda.memory_reserved(), torch.cuda.memory_allocated())
+    _let_go(error)
+    return Failure(text, reserved_bytes, allocated_bytes)
 
 
 def _let_go(error: BaseException | None) -> None:
@@ -140,7 +158,7 @@ def free(model: nn.Module) -> None:
         torch.cuda.empty_cache()
 
 
-def _gave_up(tried: list[str], failure: Failure, gradients: Gradients) -> RecoveryError:
+def _gave_up(tried: list[str], failure: Failure, added: int) -> RecoveryError:
     lines = [f"the step ran out of memory {len(tried) + 1} times and was given up; last: {failure.text}"]
     lines += [f"  tried: {line}" for line in tried]
     if failure.reserved_bytes:
@@ -149,10 +167,9 @@ def _gave_up(tried: list[str], failure: Failure, gradients: Gradients) -> Recove
             f"{format_bytes(failure.allocated_bytes)} of it in use"
         )
     lines.append("use a smaller batch, a lower budget, or free memory that others hold on the device")
-    if gradients.added:
+    if added:
         lines.append(
-            f"gradients of {gradients.added} parameters contain this batch already: call zero_grad() before "
-            "going on"
+            f"gradients of {added} parameters contain this batch already: call zero_grad() before going on"
         )
     return RecoveryError("\n".join(lines))
 
@@ -282,7 +299,6 @@ def step_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, tries: in
             if not is_out_of_memory(error):
                 raise
             failure = _failure(error)
-            _let_go(error)
         changed = sum(tensor._version != version for tensor, version in versions)
         if changed:
             raise RecoveryError(

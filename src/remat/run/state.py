@@ -3,6 +3,7 @@
 A recomputation must not count a batch twice (BatchNorm, an exponential average, power iteration), and must
 read the values that the first run read. So, while a region runs again, its plain attributes and its buffers
 are those of its entry: copies of those that it may write, nothing in the place of one that it made itself.
+Tensors that the first run left in attributes are there afterwards, too.
 Which buffers a module writes is learned on its first call, by comparing contents, for not every write tells
 autograd (BatchNorm's kernels, `.data`). A later call may write others, so small buffers are copied every
 time, and the large ones that are believed to be only read are watched: a write that autograd counts is an
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from remat.attributes import Attributes, Value, exchange
+from remat.attributes import Attributes, Value, exchange, tensors_kept
 from remat.errors import RecomputeError
 
 __all__ = ["Habits", "ModuleState", "habits", "modules_of", "norms_behind"]
@@ -206,7 +207,8 @@ class ModuleState:
                 if parameters[name] is not lent:
                     put_back.append((parameters, dict(parameters)))
                     parameters[name] = lent
-            yield
+            with tensors_kept(owner for owner, _ in self._tables):
+                yield
         finally:
             for place, before in reversed(put_back):
                 _fill(place, before)

@@ -1,0 +1,116 @@
+"""Tensors that a forward leaves in attributes, with the graph that they hang on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import remat
+from remat.check.live import LiveBytes
+
+
+class Block(nn.Module):
+    """Attention whose map can be looked at, and which has a loss of its own."""
+
+    def __init__(self, width: int, left: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+        )
+        self.left = left
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        q, k, v = self.qkv(self.norm(x)).view(rows, length, 3, 4, width // 4).permute(2, 0, 3, 1, 4)
+        attention = (q @ k.transpose(-1, -2) / width**0.5).softmax(-1)
+        self.seen = self.left(attention)
+        read = F.dropout((attention @ v).transpose(1, 2).reshape(rows, length, width), 0.1)
+        return x + F.gelu(self.out(read))
+
+
+LEFT: dict[str, Callable[[Tensor], Any]] = {
+    "the map": lambda attention: attention,
+    "a loss": lambda attention: attention.pow(2).mean(),
+    "a tuple": lambda attention: (attention.sum(-1), "map"),
+}
+
+
+def stack(left: str, width: int = 32, layers: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(width, LEFT[left]) for _ in range(layers)))
+
+
+def both_losses(model: nn.Sequential, x: Tensor) -> list[Tensor]:
+    """The gradients of a loss and, in a second pass, of what was left in attributes."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(1)
+    model(x).pow(2).mean().backward(retain_graph=True)
+    seen = [block.seen[0] if isinstance(block.seen, tuple) else block.seen for block in model]
+    sum(tensor.pow(2).sum() for tensor in seen).backward()
+    return [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("left", LEFT)
+def test_gradients_through_what_was_left_reach_the_blocks_before(left: str) -> None:
+    plain = stack(left)
+    model = copy.deepcopy(plain)
+    x = torch.randn(4, 16, 32)
+    remat.enable(model)
+    for expected, found in zip(both_losses(plain, x), both_losses(model, x), strict=True):
+        assert torch.equal(expected, found)
+
+
+def peak_of(model: nn.Module, x: Tensor) -> int:
+    """Of a step that begins without what another has left."""
+    model.zero_grad(set_to_none=True)
+    for module in model:
+        module.seen = None
+    with LiveBytes() as live:
+        live.watch([*model.parameters(), x])
+        live.reset_peak()
+        model(x).pow(2).mean().backward()
+        return live.peak_bytes
+
+
+@pytest.mark.parametrize("share", [1.01, 0.8, 0.7])
+def test_budgets_are_met_where_maps_are_left(share: float) -> None:
+    x = torch.randn(8, 32, 32)
+    plain = peak_of(stack("the map"), x)
+    model = stack("the map")
+    budget = int(plain * share)
+    handle = remat.fit(model, x, budget, loss=lambda output, batch: output.pow(2).mean())
+    peak = peak_of(model, x)
+    assert peak <= budget
+    assert handle.plan.predicted_peak_bytes == pytest.approx(peak, rel=0.03)
+
+
+def test_a_recomputation_lets_go_of_its_graph() -> None:
+    """Of a checkpointed block nothing stays but what its forward left."""
+    x = torch.randn(8, 32, 32)
+    kept, detached = stack("the map"), stack("the map")
+    for block in detached:
+        block.left = lambda attention: attention.detach()
+    for model in (kept, detached):
+        remat.enable(model)
+    assert peak_of(kept, x) == pytest.approx(peak_of(detached, x), rel=0.03)
+
+
+def test_what_comes_and_goes() -> None:
+    """An attribute that only a recomputation makes is taken away; one that it removes comes back."""
+    module = nn.Linear(2, 2)
+    first = module.seen = torch.ones(1)
+    with remat.attributes.tensors_kept([module]):
+        del module.seen
+        module.other = [torch.zeros(1)]
+        module.count = 3
+    assert module.seen is first
+    assert not hasattr(module, "other")
+    assert module.count == 3  # no tensor

@@ -18,6 +18,7 @@ from remat import trees
 from remat._torch_private import after_accumulation
 from remat.attributes import Attributes
 from remat.errors import InputError, RematError
+from remat.layouts import equal
 
 __all__ = [
     "Outside",
@@ -233,7 +234,7 @@ def remember_buffers(model: nn.Module) -> Callable[[], None]:
             for buffer, value in saved:
                 # Through .data: autograd graphs of the caller that saved the buffer stay valid.
                 # Only if it changed: a buffer that is an expanded view cannot be written at all.
-                if not torch.equal(buffer.data, value):
+                if not equal(buffer.data, value):
                     buffer.data.copy_(value)
 
     return put_back

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from remat.check.untouched import leaves_of, remember_buffers, remember_random_state
 from remat.errors import InputError, RecoveryError
+from remat.layouts import bytes_of
 from remat.run.ranks import Ranks
 from remat.units import format_bytes
 
@@ -176,7 +177,7 @@ def _gave_up(tried: list[str], failure: Failure, added: int) -> RecoveryError:
 
 def remembered_bytes(model: nn.Module, device: torch.device) -> int:
     """What remembering takes on this device while a step runs: buffers, on the host also generators."""
-    buffers = sum(b.numel() * b.element_size() for b in model.buffers() if b.device.type == device.type)
+    buffers = sum(bytes_of(b) for b in model.buffers() if b.device.type == device.type)
     if device.type != "cpu":
         return buffers
     return buffers + 2 * torch.get_rng_state().nbytes  # one is being read while another is kept

@@ -28,6 +28,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from remat.attributes import Attributes, Value, exchange, tensors_kept
 from remat.errors import RecomputeError
+from remat.layouts import bytes_of, equal
 
 __all__ = ["Habits", "ModuleState", "habits", "modules_of", "norms_behind"]
 
@@ -79,7 +80,7 @@ class _Buffer:
             return False  # frozen ones are many, and never written
         if self.tensor.requires_grad:
             return not read  # functional_call lent it: a copy is not what the graph knows
-        return not read or self.tensor.nbytes <= _SMALL_BYTES
+        return not read or bytes_of(self.tensor) <= _SMALL_BYTES
 
     def was_written(self) -> bool:
         """Compares contents, which waits for the device: once for each buffer."""
@@ -88,7 +89,7 @@ class _Buffer:
             return True
         if type(now) is not Tensor or now.is_meta or self.copy is None:
             return False  # contents that cannot be compared, or none
-        return not torch.equal(now, self.copy)
+        return not equal(now, self.copy)
 
     def __str__(self) -> str:
         return f"buffer {self.slot[1]!r} of {type(self.owner).__name__}"
@@ -131,7 +132,7 @@ class ModuleState:
 
     @property
     def nbytes(self) -> int:
-        return sum({id(b.copy): b.copy.nbytes for b in self._buffers if b.copy is not None}.values())
+        return sum({id(b.copy): bytes_of(b.copy) for b in self._buffers if b.copy is not None}.values())
 
     def settle(self, region: str) -> None:
         """After the first run: learn what it wrote, let the rest go. A write that nobody expected raises."""
@@ -156,8 +157,8 @@ class ModuleState:
             slots = {buffer.slot for buffer in lost}
             known.written, known.read = known.written | slots, known.read - slots
             raise RecomputeError(
-                f"{region}: {lost[0]} ({lost[0].tensor.nbytes:,} bytes) was written in this call, and not in "
-                "those before, so it was not copied and the region cannot be recomputed from its value at "
+                f"{region}: {lost[0]} ({bytes_of(lost[0].tensor):,} bytes) was written in this call, and not "
+                "in those before, so it was not copied and the region cannot be recomputed from its value at "
                 "entry. It is copied from now on, the next call is right: run this step again (the buffer "
                 "has been written once already), or leave the module out (exclude=...)"
             )

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from remat._torch_private import sequence_number
 from remat.errors import CaptureError
+from remat.layouts import equal
 from remat.records import Op, RegionGraph, Role, Saved, Source, Storage, Value
 from remat.trace.graphwalk import GraphNode, SavedTensor, saved_tensors, walk
 from remat.trace.record import RANDOM, Recorder, has_storage
@@ -197,7 +198,7 @@ def _no_trace(module: nn.Module, inputs: list[torch.Tensor]) -> Iterator[None]:
             submodule._buffers.update(table)
         with torch.no_grad():
             for (buffer, before), version in zip(buffers, versions, strict=True):
-                if buffer._version != version or not torch.equal(buffer, before):
+                if buffer._version != version or not equal(buffer, before):
                     buffer.copy_(before)
 
 

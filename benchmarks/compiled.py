@@ -275,18 +275,20 @@ class Race:
     def _add_one_graph(self, profile: remat.Profile, share: float, label: str) -> None:
         """As `fit` finds it, which measures what the compiled head takes: with the head in the graph, or the
         trunk as one graph with head and loss in chunks."""
-        if self.late():
-            self.record(label, not_run=f"after {self.options.limit} s")
+        plain = self.result["methods"].get("plain", {}).get("peak_bytes")
+        if self.late() or plain is None:
+            why = "without the plain step's peak" if plain is None else f"after {self.options.limit} s"
+            self.record(label, not_run=why)
             return
         resident = profile.step.resident + profile.step.gradients
-        budget = resident + int(share * self.result["methods"]["plain"]["peak_bytes"])
+        budget = resident + int(share * plain)
         allow = ["keep", "recompute", "chunk"]
         begin = time.perf_counter()
         try:
             handle = remat.fit(
                 self.model, self.batch, budget, compile=f"whole+{self.options.backend}", allow=allow
             )
-        except remat.BudgetError as error:
+        except remat.RematError as error:
             self._refused(label, error)
             return
         plan = handle.plan
@@ -299,8 +301,8 @@ class Race:
         }
         self.add(method)
 
-    def _refused(self, label: str, error: remat.BudgetError) -> None:
-        self.record(label, failed=f"BudgetError: {str(error)[:300]}")
+    def _refused(self, label: str, error: remat.RematError) -> None:
+        self.record(label, failed=f"{type(error).__name__}: {str(error)[:300]}")
         print(f"{self.name}: {label}: {error}", flush=True)
 
     def _planned(self, label: str, plan: remat.Plan, wanted: float) -> Method:

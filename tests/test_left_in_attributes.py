@@ -103,14 +103,54 @@ def test_a_recomputation_lets_go_of_its_graph() -> None:
     assert peak_of(kept, x) == pytest.approx(peak_of(detached, x), rel=0.03)
 
 
+class Consumed(nn.Module):
+    """Its losses are taken by whoever trains it, before backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(16, 16)
+        self.loss: Tensor | None = None
+        self.losses: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + torch.tanh(self.mix(x))
+        self.loss = x.pow(2).mean()
+        self.losses.append(x.abs().mean())
+        return x
+
+
+def test_what_was_taken_before_backward_stays_taken() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Consumed() for _ in range(3)))
+    model = copy.deepcopy(plain)
+    remat.enable(model)
+    x = torch.randn(4, 16)
+    for _ in range(2):
+        for each in (plain, model):
+            each.zero_grad(set_to_none=True)
+            loss = each(x).sum()
+            for block in each:
+                loss = loss + block.loss + sum(block.losses)
+                block.loss = None
+                block.losses.clear()
+            loss.backward()
+            assert [(block.loss, block.losses) for block in each] == [(None, [])] * 3
+        for expected, found in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.equal(expected.grad, found.grad)
+
+
 def test_what_comes_and_goes() -> None:
     """An attribute that only a recomputation makes is taken away; one that it removes comes back."""
     module = nn.Linear(2, 2)
     first = module.seen = torch.ones(1)
+    module.names, module.maps = ["a"], [torch.ones(1)]
     with remat.attributes.tensors_kept([module]):
         del module.seen
         module.other = [torch.zeros(1)]
+        module.names.append("b")
+        module.maps.append(torch.zeros(1))
         module.count = 3
     assert module.seen is first
     assert not hasattr(module, "other")
-    assert module.count == 3  # no tensor
+    assert (module.count, module.names) == (3, ["a", "b"])  # no tensors
+    assert len(module.maps) == 1

@@ -10,9 +10,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import remat
+from remat.run import recover
 from remat.run.ranks import Ranks
 
 WORLD = 2
+remember_buffers = recover.remember_buffers
 
 
 class Block(nn.Module):
@@ -42,10 +44,11 @@ def batch_of(rank, step):
 
 
 class Fault:
-    """At one block, in forward or in backward, once."""
+    """At one block, in forward or in backward, or where buffers are copied before; once."""
 
     def __init__(self, model):
         self.place = None
+        recover.remember_buffers = self.remember
         for number, block in enumerate(model.blocks):
             block.register_forward_hook(self.around(number))
 
@@ -53,6 +56,10 @@ class Fault:
         if place == self.place:
             self.place = None
             raise torch.OutOfMemoryError("injected")
+
+    def remember(self, model):
+        self.strike("remember", 0)
+        return remember_buffers(model)
 
     def around(self, number):
         def after(module, args, output):
@@ -74,7 +81,8 @@ def train(rank, accumulate, faults):
     for step in range(4):
         for micro in range(accumulate):
             if faults and micro == accumulate - 1:
-                fault.place = {0: ("forward", 1), 1: ("backward", 2), 2: ("backward", 0)}.get(step)
+                places = [("forward", 1), ("backward", 2), ("backward", 0), ("remember", 0)]
+                fault.place = places[step]
                 fault.place = fault.place if rank == (step + 1) % 2 else None
 
             def run(step=step, micro=micro):
@@ -99,7 +107,7 @@ def work(rank, port, accumulate):
     try:
         expected, expected_chance, _ = train(rank, accumulate, faults=False)
         found, chance, stats = train(rank, accumulate, faults=True)
-        assert stats.recovered == 3, stats
+        assert stats.recovered == 4, stats
         assert torch.equal(chance, expected_chance)
         for name, tensor in found.items():
             assert torch.equal(tensor, expected[name]), name

@@ -406,6 +406,34 @@ def test_a_cache_that_grows_with_every_call_is_refused() -> None:
     remat.fit(model, batch, activations=0.9).remove()
 
 
+class Options(dict[str, Any]):
+    __getattr__ = dict.__getitem__
+
+
+class Scaled(Block):
+    def forward(self, x: Tensor, options: Options) -> Tensor:
+        return super().forward(x) * options.scale
+
+
+class WithOptions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Scaled(32) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, Options(scale=0.5))
+        return x.pow(2).mean()
+
+
+def test_arguments_that_answer_to_any_name_are_no_caches() -> None:
+    model, batch = WithOptions(), {"x": torch.randn(4, 64, 32)}
+    expected = gradients(model, batch)
+    with remat.fit(model, batch, activations=0.7):
+        assert all(map(torch.equal, expected, gradients(model, batch)))
+
+
 def test_what_is_said_to_be_needed_is_enough_for_many_small_layers() -> None:
     """The spot check's samples are a few hundred bytes per region: here that is a percent of the budget."""
     with pytest.raises(remat.BudgetError) as caught:

@@ -291,7 +291,7 @@ def test_what_a_compiled_head_needs_is_learned_from_runs(monkeypatch: Any) -> No
     with pytest.raises(BudgetError) as caught:
         remat.plan(found, found.step.resident + 1, allow=CHUNK[:2])
     eager = fitting._working_outside(found)
-    head_bytes, tried, really = 0, [], fitting._measured_excess
+    head_bytes, blocks_bytes, tried, really = 0, 0, [], fitting._measured_excess
 
     def measured(request: Any, handle: remat.Handle, before: int) -> int:
         excess = really(request, handle, before)
@@ -303,12 +303,13 @@ def test_what_a_compiled_head_needs_is_learned_from_runs(monkeypatch: Any) -> No
             for s in found.segments
         ]
         truth = replace(handle.plan.profile, segments=tuple(outside))
-        return simulate(truth, handle.plan.choices).peak_bytes - handle.plan.predicted_peak_bytes
+        peak = simulate(truth, handle.plan.choices).peak_bytes + blocks_bytes
+        return peak - handle.plan.predicted_peak_bytes
 
     monkeypatch.setattr(fitting, "_measured_excess", measured)
     monkeypatch.setattr(fitting, "_sees_compiled", lambda profile: True)
     below = caught.value.needed - eager // 4
-    for head_bytes in (0, eager // 2):
+    for head_bytes, blocks_bytes in ((0, 0), (eager // 2, 0), (0, 200_000)):
         tried.clear()
         with remat.fit(case.model, case.batch, below, loss=case.loss, compile=WHOLE) as handle:
             assert handle.plan.profile.graph_roots == ("",)
@@ -317,10 +318,12 @@ def test_what_a_compiled_head_needs_is_learned_from_runs(monkeypatch: Any) -> No
             assert_close(step(case, plain), step(case, case.model))
         for model in (plain, case.model):
             model.zero_grad(set_to_none=True)
-        assert len(tried) == (1 if head_bytes == 0 else 2), tried
-    head_bytes = eager
+        assert len(tried) == 1 + bool(head_bytes or blocks_bytes), tried
+    head_bytes, blocks_bytes = eager, 0
     with remat.fit(case.model, case.batch, below, loss=case.loss, compile=WHOLE, allow=CHUNK) as handle:
         assert handle.plan.profile.graph_roots == ("trunk",)
+        assert remat.Action.CHUNK in handle.plan.allow
+        assert handle.plan.plain_peak_bytes == remat.plan(found, activations=1.0).plain_peak_bytes
     with pytest.raises(BudgetError):
         remat.fit(case.model, case.batch, below, loss=case.loss, compile=WHOLE)
     assert not any(wrapped(module) for module in case.model.modules())

@@ -62,19 +62,36 @@ def exchange(values: Iterable[Value]) -> list[Value]:
 
 @contextmanager
 def tensors_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Attributes that are tensors, or lists or tuples of them, are afterwards those that they are now."""
-    before = [(place := module.__dict__, _with_tensors(place)) for module in modules]
+    """Attributes that hold tensors, and lists of them, are afterwards what they are now; so are those that
+    come to hold one inside."""
+    before = [(place := module.__dict__, dict(place), _lists(place)) for module in modules]
     try:
         yield
     finally:
-        for place, then in before:
-            now = _with_tensors(place)
-            changed = [name for name in {**then, **now} if then.get(name) is not now.get(name)]
-            exchange((place, name, then.get(name, _ABSENT)) for name in changed)
+        for place, then, lists in before:
+            exchange([*_rebound(place, then)])
+            for held, items in lists:
+                if not _same(held, items) and _has_tensor([*held, *items]):
+                    held[:] = items
 
 
-def _with_tensors(place: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in place.items() if _has_tensor(value)}
+def _lists(place: dict[str, Any]) -> list[tuple[list[Any], list[Any]]]:
+    return [(value, [*value]) for value in place.values() if type(value) is list]
+
+
+def _rebound(now: dict[str, Any], then: dict[str, Any]) -> Iterator[Value]:
+    """What those were that are something else now, if either is made of tensors."""
+    for name, value in now.items():
+        old = then.get(name, _ABSENT)
+        if old is not value and (_has_tensor(value) or _has_tensor(old)):
+            yield now, name, old
+    for name, old in then.items():
+        if name not in now and _has_tensor(old):
+            yield now, name, old
+
+
+def _same(a: list[Any], b: list[Any]) -> bool:
+    return len(a) == len(b) and all(one is other for one, other in zip(a, b, strict=True))
 
 
 def _has_tensor(value: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -114,8 +115,9 @@ def _searched(
                 break
             if profile is found:
                 over = excess
-            else:
+            else:  # what the head does not account for, the blocks have taken
                 profile = _with_compiled_head(found, made, peak)
+                over = max(peak - simulate(profile, made.choices).peak_bytes, 0)
             continue
         looser = (
             good is None
@@ -123,7 +125,9 @@ def _searched(
             and peak < (1 - _SLACK - _pieces_share(found)) * budget_bytes
             and any(made.choices)
         )
-        good = _Confirmed(_beside_plain(made, found, peak), measured, outside)
+        if profile is not found:  # as much as the head can have taken: who plans with it later is safe
+            made = replace(made, profile=_with_compiled_head(found, made, peak))
+        good = _Confirmed(replace(made, predicted_peak_bytes=peak), measured, outside)
         if not looser:
             break
         over = excess
@@ -132,14 +136,6 @@ def _searched(
         f"tries; the last one peaked {format_bytes(excess)} above its prediction: "
         "raise the budget by that much"
     )
-
-
-def _beside_plain(made: Plan, found: Profile, peak_bytes: int) -> Plan:
-    """With what was measured, and compared with the untouched step."""
-    if found.chunked or not found.one_graph:
-        return replace(made, predicted_peak_bytes=peak_bytes)
-    plain = simulate(found, keep_everything(found)).peak_bytes
-    return replace(made, predicted_peak_bytes=peak_bytes, plain_peak_bytes=plain)
 
 
 def _verified(request: Request, handle: Handle) -> Verification:
@@ -190,7 +186,9 @@ def _searched_in_one_graph(
         except BudgetError as error:
             good = f"that needs {format_bytes(error.needed)}"
         if not isinstance(good, str):
-            return good
+            plain = simulate(found, keep_everything(found))  # the head neither compiled nor in chunks
+            plan = replace(good.plan, plain_peak_bytes=plain.peak_bytes, plain_seconds=plain.seconds)
+            return replace(good, plan=replace(plan, allow=allowed))
         why = good
     if Action.CHUNK in allowed and found.head is not None and not found.head.trunks:
         why += "; no module that the step calls holds the blocks without the head, which is in chunks"
@@ -206,7 +204,8 @@ def _with_compiled_head(found: Profile, tried: Plan | None = None, peak_bytes: i
     working = 0
     if tried is not None:
         points = simulate(tried.profile, tried.choices).points
-        seen = max((point.peak_bytes for point in points if point.call < 0), default=peak_bytes)
+        outside = (p for p in points if p.call < 0 and p.phase is not Phase.OPTIMIZER)
+        seen = max((point.peak_bytes for point in outside), default=peak_bytes)
         working = _working_outside(tried.profile) + max(peak_bytes - seen, 0)
     return replace(
         found,
@@ -301,10 +300,16 @@ def _measured_excess(request: Request, handle: Handle, before: int) -> int:
             lacking = max(before, 0) + math.ceil(handle.plan.budget_bytes * _LACKING)
             return max(lacking, handle.plan.budget_bytes - handle.plan.predicted_peak_bytes + lacking)
     release_cached(device)
-    excess = handle.measured.above_bytes - (predicted.peak_bytes - alone.step.resident)
-    planned, seen = simulate(profile, handle.plan.choices).peak, predicted.peak
-    # Where the first step peaks lower than predicted, a later one that peaks elsewhere need not.
-    return excess if (planned.phase, planned.call) == (seen.phase, seen.call) else max(excess, 0)
+    seen = alone.step.resident + handle.measured.above_bytes
+    if seen >= predicted.peak_bytes:
+        return seen - predicted.peak_bytes
+    # Each point of this step was below what was seen, and has so much more in later ones as is predicted.
+    later = simulate(profile, handle.plan.choices)
+    most = max(
+        point.peak_bytes - (0 if first is None else max(first.peak_bytes - seen, 0))
+        for point, first in zip_longest(later.points, predicted.points)
+    )
+    return most - later.peak_bytes
 
 
 def _with_room_to_compare(plan: Plan) -> set[str]:

@@ -76,14 +76,17 @@ def recovering(
     """
     before: _Before | None = None
     tried: list[str] = []
+    # Copying buffers may fail, on some ranks only: all know of it before any of them begins to run.
+    ready = next(model.buffers(), None) is None
     try:
         while True:
             loss, failure = None, None
             if before is None:
                 before, failure = _remembered(model, outside)
-            if before is not None:
+            ready = ready or ranks.agree(failure is None)
+            if ready and before is not None:
                 loss, failure = _attempt(fn, backward, before, ranks)
-            if ranks.agree(failure is None):
+            if ready and ranks.agree(failure is None):
                 assert loss is not None
                 assert before is not None
                 before.gradients.finish()

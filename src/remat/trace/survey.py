@@ -280,7 +280,7 @@ class _Sights:
 
 def _refuse_cache(name: str, given: Iterable[Any]) -> None:
     for value in given:
-        if callable(getattr(value, "get_seq_length", None)):  # as transformers' caches have it
+        if callable(getattr(type(value), "get_seq_length", None)):  # as transformers' caches have it
             raise InputError(
                 f"{name} is given a KV cache ({type(value).__name__}), which grows with every call: a "
                 "recomputation would fill it again. Training needs none: leave out use_cache=True and "

@@ -16,6 +16,7 @@ from torch import nn
 import remat
 from models import Case, TinyResNet, own_loss, squared
 from reference import assert_same, step
+from remat import fitting
 from remat.check.live import LiveBytes
 from remat.check.step import tensors_of
 from remat.records import Mode
@@ -425,6 +426,30 @@ def test_a_tensor_made_in_inference_mode_may_go_into_a_region() -> None:
     model, x = Net(), torch.randn(64, 32)
     handle = remat.fit(model, x, activations=0.7, loss=squared)
     assert handle.regions
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_a_measured_peak_leaves_that_room_too(always: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan that was seen to peak right at the budget is planned again; it is taken if there is no other."""
+    given = case("gpt2")
+    really, tried = fitting._measured_excess, []
+
+    def measured(request: Any, handle: remat.Handle, before: int) -> int:
+        excess = really(request, handle, before)
+        tried.append(handle.plan)
+        room = handle.plan.budget_bytes - handle.plan.predicted_peak_bytes
+        return room - 8 if always or len(tried) == 1 else excess
+
+    monkeypatch.setattr(fitting, "_measured_excess", measured)
+    monkeypatch.setattr(fitting, "_pieces_share", lambda found: 0.01)
+    with remat.fit(given.model, given.batch, activations=0.7, loss=given.loss) as handle:
+        budget = handle.plan.budget_bytes
+        if always:
+            assert handle.plan.predicted_peak_bytes == budget - 8
+            assert len(tried) > 1
+        else:
+            assert handle.plan.predicted_peak_bytes <= 0.99 * budget
+            assert len(tried) == 2
 
 
 @pytest.mark.parametrize(("accumulate", "room"), [(False, 0.001), (True, 0.01)])

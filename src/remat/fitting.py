@@ -90,14 +90,16 @@ def _searched(
     progress: Callable[[str], None],
 ) -> _Confirmed | str:
     """Plan, run the plan, and plan again by what it showed: tighter until its measured peak is within the
-    budget, or once looser where the prediction was too high. Otherwise why there is none."""
-    over, good = 0, None
+    budget, and leaves to the allocator's pieces what it should if such a plan is found; or once looser where
+    the prediction was too high. Otherwise why there is none."""
+    over, good, tight = 0, None, None
+    limit_bytes = budget_bytes - _pieces_bytes(found, budget_bytes)
     profile = _with_compiled_head(found)
     for _ in range(_TRIES):
         try:
             made = plan_below(profile, budget_bytes, over, allowed)
         except BudgetError:
-            if good is None:
+            if good is None and tight is None:
                 raise
             break
         progress("running the plan once")
@@ -127,15 +129,22 @@ def _searched(
         )
         if profile is not found:  # as much as the head can have taken: who plans with it later is safe
             made = replace(made, profile=_with_compiled_head(found, made, peak))
-        good = _Confirmed(replace(made, predicted_peak_bytes=peak), measured, outside)
+        confirmed = _Confirmed(replace(made, predicted_peak_bytes=peak), measured, outside)
+        if peak > limit_bytes:  # nothing is left to the allocator's pieces
+            if good is not None:
+                break
+            tight, over = confirmed, excess
+            continue
+        good = confirmed
         if not looser:
             break
         over = excess
-    return good or (
+    why = (
         f"no plan was found whose measured peak is within {format_bytes(budget_bytes)} after {_TRIES} "
         f"tries; the last one peaked {format_bytes(excess)} above its prediction: "
         "raise the budget by that much"
     )
+    return good or tight or why
 
 
 def _verified(request: Request, handle: Handle) -> Verification:
@@ -265,13 +274,16 @@ def _applied(request: Request, plan: Plan, check: bool) -> Handle:
 def plan_below(found: Profile, budget_bytes: int, over: int, allowed: tuple[Action, ...]) -> Plan:
     """The fastest plan whose prediction leaves room for what the last one peaked above its own, and for what
     the allocator's pieces may take."""
-    pieces = math.ceil(budget_bytes * _pieces_share(found))
     try:
-        made = schedule(found, budget_bytes - pieces - over, allow=allowed)
+        made = schedule(found, budget_bytes - _pieces_bytes(found, budget_bytes) - over, allow=allowed)
     except BudgetError as error:
         needed = math.ceil((error.needed + over) * (1 + MARGIN) / (1 - _pieces_share(found)))
         raise refusal(budget_bytes, needed, error.hints, error.where) from None
     return replace(made, budget_bytes=budget_bytes)
+
+
+def _pieces_bytes(found: Profile, budget_bytes: int) -> int:
+    return math.ceil(budget_bytes * _pieces_share(found))
 
 
 def _pieces_share(found: Profile) -> float:

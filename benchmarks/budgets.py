@@ -226,18 +226,22 @@ def main() -> None:
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if CUDA else "cpu",
     }
+
+    def write() -> None:  # after each part: a run that is cut short loses nothing
+        clean()
+        if options.out:
+            Path(options.out).write_text(json.dumps(result, indent=1), encoding="utf-8")
+
     parts = options.parts.split(",")
     if "budgets" in parts:
         result["budgets"] = {}
         for name in options.models.split(","):
             result["budgets"][name] = budgets(name, options.out)
-            clean()
+            write()
     for part, run in (("loop", loop), ("capped", capped), ("planning", planning_time)):
         if part in parts:
             result[part] = run()
-            clean()
-        if options.out:
-            Path(options.out).write_text(json.dumps(result, indent=1), encoding="utf-8")
+            write()
 
 
 if __name__ == "__main__":

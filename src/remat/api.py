@@ -153,7 +153,7 @@ def fit(
     yourself (block.compile(), torch.compile(block)). `compile="whole"` runs the model as one compiled graph
     in which each block has its saved set: faster where the device waits for the host, but it compiles for as
     long as torch.compile(model) does, and nothing is offloaded. Where the budget is out of its reach, and
-    "chunk" is allowed, the graph is that of the trunk (all but the head), with head and loss in chunks behind.
+    "chunk" is allowed, the graph is that of the trunk (all but the head), and head and loss run in chunks.
 
     `adaptive`: inputs of other sizes get plans of their own under the same budget, a short batch one that
     keeps more. Give the largest batch; it is cut to measure two smaller sizes, or pass batches of other sizes

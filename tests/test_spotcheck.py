@@ -38,7 +38,7 @@ from planning import (
 from remat.errors import RecomputeError
 from remat.planner.schedule import make_plan
 from remat.records import Mode, RegionGraph
-from remat.run import samples, spotcheck
+from remat.run import same, samples, spotcheck
 from remat.run.recipe import compile_recipe
 from remat.run.region import PlannedRegion, Variant
 from remat.run.samples import PHASES, SAMPLES, Layout, Probes, probes
@@ -679,6 +679,98 @@ def test_a_checksum_does_not_depend_on_where_the_memory_begins(way: Callable[...
         assert check.describe() is None
         check.see(0, ~tensor if dtype is torch.bool else tensor + 1)
         assert check.describe() == "0"
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dense": lambda x: x,
+    "transposed": lambda x: x.t(),
+    "at an odd offset": lambda x: x.flatten()[1:],
+    "with holes": lambda x: x[:, :-3],
+    "strided": lambda x: x[:, ::2],
+    "expanded": lambda x: x[:, :1].expand(-1, 64),
+    "odd in number": lambda x: x.flatten()[:-1],
+    "one element": lambda x: x[0, 0],
+    "empty": lambda x: x[:0],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.int64,
+        torch.int16,
+        torch.uint8,
+        torch.bool,
+    ],
+    ids=lambda dtype: str(dtype).removeprefix("torch."),
+)
+def test_a_checksum_depends_on_every_element(
+    layout: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(same, "_PIECE", 64)  # several of them
+    torch.manual_seed(0)
+    memory = (
+        torch.randn(15, 29).mul(50).to(dtype)
+        if dtype.is_floating_point
+        else torch.randint(0, 2, (15, 29)).to(dtype)
+    )
+    tensor = LAYOUTS[layout](memory)
+    expected = same.checksum(tensor)
+    assert expected.shape == (1,)
+    assert torch.equal(same.checksum(LAYOUTS[layout](memory.clone())), expected)
+    bytes_of = memory.view(torch.uint8)
+    seen = {offset + byte for offset in offsets(tensor) for byte in range(memory.element_size())}
+    for place in range(bytes_of.numel()):
+        bytes_of.view(-1)[place] ^= 1
+        found = same.checksum(LAYOUTS[layout](memory))
+        bytes_of.view(-1)[place] ^= 1
+        assert torch.equal(found, expected) == (place not in seen)
+
+
+def offsets(tensor: Tensor) -> list[int]:
+    """Where the elements begin, in bytes."""
+    places = torch.arange(tensor.untyped_storage().nbytes() // tensor.element_size())
+    picked = places.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return [place * tensor.element_size() for place in picked.flatten().tolist()]
+
+
+@pytest.mark.parametrize("change", [torch.neg, lambda x: 2 * x, lambda x: x + 1, lambda x: x.roll(1)])
+def test_a_checksum_tells_apart_what_changed_everywhere_alike(change: Callable[[Tensor], Tensor]) -> None:
+    """So many elements, each moved by a power of two: sums no wider than the elements would be equal."""
+    torch.manual_seed(0)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        tensor = torch.randn(1 << 16).to(dtype)
+        assert not torch.equal(same.checksum(tensor), same.checksum(change(tensor)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_checksum_takes_next_to_no_memory(layout: str) -> None:
+    """On the host inside of one operation, which only the profiler sees."""
+    for dtype in (torch.bfloat16, torch.float32, torch.uint8):
+        tensor = LAYOUTS[layout](torch.ones(1 << 10, 1 << 13, dtype=dtype))
+        with torch.profiler.profile(profile_memory=True) as seen:
+            same.checksum(tensor)
+        most = max(event.self_cpu_memory_usage for event in seen.events())
+        assert most <= same._PIECE * dtype.itemsize
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_checksum_takes_next_to_no_memory_of_a_gpu(layout: str) -> None:
+    for dtype in (torch.bfloat16, torch.float32, torch.uint8):
+        memory = torch.randint(0, 100, (1 << 10, 1 << 13)).to("cuda", dtype)
+        tensor = LAYOUTS[layout](memory)
+        begin = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        found = same.checksum(tensor)
+        assert torch.cuda.max_memory_allocated() - begin <= 2 * same._PIECE * dtype.itemsize + (1 << 16)
+        assert torch.equal(found.cpu(), same.checksum(LAYOUTS[layout](memory.cpu())))
 
 
 def test_a_slice_that_begins_elsewhere_is_kept() -> None:

@@ -21,7 +21,7 @@ import torch
 
 from remat._torch_private import at_end_of_backward, current_backward, current_stream_handle
 from remat.errors import RecomputeError
-from remat.run.same import bits
+from remat.run.same import bits, checksum
 from remat.run.samples import Probes
 
 __all__ = ["SpotCheck"]
@@ -29,15 +29,6 @@ __all__ = ["SpotCheck"]
 _BACKWARDS_REMEMBERED = 16  # backwards that raised never read their checks; only so many are held
 
 Report = Callable[[int], str]  # told which slot differs; gives the sentence for the error
-
-
-def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    expected = 1
-    for step, size in sorted(zip(stride, shape, strict=True)):
-        if size != 1 and step != expected:
-            return False
-        expected *= size
-    return True
 
 
 class SpotCheck:
@@ -60,7 +51,7 @@ class SpotCheck:
         self._backward = -2  # the pass that is looked at: with retain_graph there may be several
         self._running: _Pass | None = None
         self._samples = probes.expect(tensors, phase)
-        self._sums = {place: _checksum(tensors[place]) for place in whole}
+        self._sums = {place: checksum(tensors[place]) for place in whole}
         self._found: dict[int, torch.Tensor] = {}  # checksums, too
         self._nan: dict[int, torch.Tensor] = {}  # sums that are NaN if the tensor has one
 
@@ -73,9 +64,9 @@ class SpotCheck:
             self._running = _expect(self, backward)
         taken = self._samples.see(place, tensor)
         if place in self._sums:
-            self._found[place] = _checksum(tensor)
+            self._found[place] = checksum(tensor)
             if tensor.is_floating_point():  # the bits of a NaN are the device's own
-                self._nan[place] = tensor.sum(dtype=torch.float32 if tensor.element_size() < 4 else None)
+                self._nan[place] = tensor.sum()
             taken = True
         if not taken or self._running is None:
             return
@@ -129,23 +120,6 @@ def _unequal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Differ in any bit; all NaNs count as one."""
     differs = bits(a) != bits(b)
     return differs & ~(a.isnan() & b.isnan()) if a.is_floating_point() else differs
-
-
-def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """A number that depends on every element, computed without memory of its own: the plan has none to spare.
-
-    Dense memory is summed as integers, exactly; anything else as it is, in the same order each time. Which of
-    them depends on the layout alone: what was dropped and what is rebuilt may begin at different addresses.
-    """
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    if _is_dense(tuple(tensor.shape), tensor.stride()) and not tensor.is_neg():
-        flat = tensor.as_strided((tensor.numel(),), (1,))
-        words = flat.view(torch.uint8) if flat.dtype is torch.bool else bits(flat)
-        return words.sum(dtype=torch.int64).view(1)
-    if tensor.is_floating_point():
-        return tensor.sum(dtype=torch.float32 if tensor.element_size() < 4 else tensor.dtype).view(1)
-    return tensor.count_nonzero().view(1)
 
 
 # ------------------------------------------------------------------------------ when a backward pass ends

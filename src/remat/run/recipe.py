@@ -65,6 +65,14 @@ _FAST: dict[str, Callable[..., Any]] = {
     "aten.tanh.default": torch.tanh,
 }
 
+# Operations whose result is wrong wherever an operand is. Not among them: sums, where a large term hides the
+# error of a small one.
+_TELLING = frozenset({
+    "mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "mul", "div",
+    "neg", "silu", "gelu", "native_dropout", "clone", "copy", "_to_copy", "view",
+    "_unsafe_view", "reshape", "t", "transpose", "permute", "unsqueeze", "squeeze", "expand",
+})  # fmt: skip
+
 
 # Where a mode looks on (capture, fake tensors), reshape makes a view; otherwise an alias: the same values,
 # edges and saved tensors under another name.
@@ -395,15 +403,41 @@ class _Compiler:
         return fused.Leaf(value, meta.shape, meta.stride, shift, meta.dtype)
 
     def _checked(self, dropped: list[Saved]) -> set[int]:
-        """Slots that together rest on every replayed operation: a wrong number shows in one of them."""
-        covered: set[int] = set()
+        """Slots to look at, such that none of the others is wrong if they are right."""
+        wholes = {self._base(saved.value) for saved in dropped if self._is_whole(saved.value)}
+        told: set[int] = set()
         chosen = set()
         for number, saved in enumerate(dropped):  # backward asks for the end of a chain first
-            below = self._ops_below(saved.value)
-            if not below <= covered or not below or self._is_of_input(saved.value):
-                chosen.add(number)
-                covered |= below
+            base, whole = self._base(saved.value), self._is_whole(saved.value)
+            if whole and base in told and not self._is_of_input(saved.value):
+                continue
+            chosen.add(number)
+            if whole and not self._is_tap(base):
+                told |= self._told_by(base, wholes)
         return chosen
+
+    def _is_whole(self, value: int) -> bool:
+        """Not a part of what it is a view of."""
+        shapes = (self.graph.values[each].shape for each in (value, self._base(value)))
+        return len({math.prod(shape) for shape in shapes}) == 1
+
+    def _told_by(self, value: int, wholes: set[int]) -> set[int]:
+        """Values that are right if this one is: down the chain of operations that let every error of an
+        operand through, as long as nothing else that may be wrong could make up for it. A comparison hides
+        most errors, a norm those that all elements share; so does a value that is read twice on the way."""
+        below = self._ops_below(value)
+        readers = collections.Counter(self._base(read) for op in below for read in self.graph.ops[op].inputs)
+        told = {value}
+        while True:
+            op = self.graph.ops[self._op_of(value)]
+            if op.name.split(".")[1] not in _TELLING or not _is_number(self.graph.values[value].dtype):
+                return told
+            reads = [read for read in op.inputs if not self._is_tap(self._base(read))]
+            follow = [r for r in reads if self._is_whole(r) and readers[self._base(r)] == 1]
+            if not follow or any(self._base(r) not in wholes for r in reads if r != follow[0]):
+                return told
+            value = self._base(follow[0])
+            told.add(value)
 
     def _is_of_input(self, value: int) -> bool:
         """A view of an input: where it begins there is not checked by its offset."""
@@ -738,6 +772,11 @@ def _known_nodes(names: Sequence[str]) -> tuple[list[Any], Callable[[int, Any], 
 
 def _is_transposed(below: Value, above: Value) -> bool:
     return (below.shape[::-1], below.stride[::-1]) == (above.shape, above.stride)
+
+
+def _is_number(dtype: str) -> bool:
+    found: torch.dtype = getattr(torch, dtype)
+    return found.is_floating_point or found.is_complex
 
 
 def _place(tap: int) -> str:

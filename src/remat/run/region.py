@@ -282,6 +282,8 @@ class PlannedRegion:
             if type(kept) is not tuple:
                 return kept if type(kept) is str else f"{program.kept[kept]} is not as captured"
             frame = Frame(self.name, self.counts, program, kept)
+        except torch.OutOfMemoryError:  # a RuntimeError, too
+            raise
         except (AttributeError, IndexError, KeyError, TypeError, RuntimeError) as error:
             return f"the autograd graph is not the one captured ({type(error).__name__}: {error})"
         moved: list[Moved] = []
@@ -324,6 +326,8 @@ class PlannedRegion:
             program.hook(nodes, rows, dropped.append)
             if moved:
                 program.move(nodes, moved, unmove)
+        except torch.OutOfMemoryError:  # a RuntimeError, too; some rows may be in
+            raise
         except (AttributeError, IndexError, TypeError, RuntimeError) as error:
             return f"a saved tensor cannot be replaced ({type(error).__name__}: {error})"
         place = program.differs(dropped)

@@ -10,7 +10,8 @@ __all__ = ["bits", "checksum", "same_bits"]
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WORD_BYTES = 8
-_PIECE = 1 << 20  # elements; whole words of every dtype
+_COLUMNS = 61  # a prime: rows of a matrix begin in different ones
+_PIECE = (1 << 11) * _COLUMNS * _WORD_BYTES  # elements; whole rows of every dtype
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -29,25 +30,28 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """A number that depends on every bit, the same wherever the memory begins, computed in next to no memory:
+    """Numbers that depend on every bit, the same wherever the memory begins, computed in next to no memory:
     the plan has none to spare.
 
     Words of eight bytes are added modulo 2**64: exact in any order, and nothing has to be converted. A sum of
-    narrower integers would first copy all of them into wider ones, four times a bf16 tensor's own size.
+    narrower integers would first copy all of them into wider ones, four times a bf16 tensor's own size. They
+    are added in so many columns that what only changed places shows as well.
     """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
+    if tensor.dim() == 0:
+        tensor = tensor.view(1)
     if _is_dense(tensor) and not tensor.is_neg():
         flat = tensor.as_strided((tensor.numel(),), (1,))
         if flat.storage_offset() * flat.element_size() % _WORD_BYTES == 0:
-            return _sum_of_words(flat)
+            return _sums(flat)
         pieces = torch.split(flat, _PIECE)
     else:
         axis = max(range(tensor.dim()), key=tensor.size)
         rows = max(1, _PIECE * tensor.size(axis) // max(1, tensor.numel()))
         pieces = torch.split(tensor, rows, axis)
     copies = (piece.clone(memory_format=torch.contiguous_format).view(-1) for piece in pieces)
-    return functools.reduce(torch.add, map(_sum_of_words, copies))
+    return functools.reduce(torch.add, map(_sums, copies))
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -59,8 +63,8 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _sum_of_words(flat: torch.Tensor) -> torch.Tensor:
-    """Of memory that begins at a word; what is left over after the last whole one is added one by one."""
-    whole = flat.numel() - flat.numel() % (_WORD_BYTES // flat.element_size())
-    total = flat[:whole].view(torch.int64).sum().view(1)
-    return total if whole == flat.numel() else total + bits(flat[whole:]).sum(dtype=torch.int64)
+def _sums(flat: torch.Tensor) -> torch.Tensor:
+    """Of each column, and of what is left over after the last whole row. The memory begins at a word."""
+    whole = flat.numel() - flat.numel() % (_COLUMNS * _WORD_BYTES // flat.element_size())
+    columns = flat[:whole].view(torch.int64).view(-1, _COLUMNS).sum(0)
+    return torch.cat((columns, bits(flat[whole:]).sum(dtype=torch.int64).view(1)))

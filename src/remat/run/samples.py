@@ -123,7 +123,10 @@ class _Taken:
 
 
 def _take(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Also of a tensor that the host has, in a region on an accelerator (an index made without device=)."""
+    """Also of a tensor that the host has, in a region on an accelerator (an index made without device=), and
+    of dtypes that only few operations know."""
+    if tensor.element_size() == 1 and tensor.is_floating_point():
+        tensor = tensor.view(torch.uint8)
     return tensor.take(index if index.device == tensor.device else index.to(tensor.device))
 
 

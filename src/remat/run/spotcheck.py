@@ -2,8 +2,8 @@
 
 A Python number that is baked into a recipe (a temperature, a drop-path rate) may change between steps
 without any shape changing. So a few elements of dropped tensors are kept and compared with the replayed ones,
-on the device: of as many tensors as it takes for every replayed operation to lie behind one of them. And one
-region per step, in turn, compares a checksum over all bits of one of those tensors, in turn as well. The
+on the device: of all tensors but those that cannot be wrong if the others are right. And one region per step,
+in turn, compares a checksum over all bits of one of those tensors, in turn as well. The
 result is read once, when backward ends: loss.backward() itself raises, before an optimizer can use the
 gradients. Only the host compares what it has itself at once, so that nothing of it is held till then.
 """
@@ -65,8 +65,8 @@ class SpotCheck:
         taken = self._samples.see(place, tensor)
         if place in self._sums:
             self._found[place] = checksum(tensor)
-            if tensor.is_floating_point():  # the bits of a NaN are the device's own
-                self._nan[place] = tensor.sum()
+            if tensor.is_floating_point() and tensor.element_size() > 1:
+                self._nan[place] = tensor.sum()  # the bits of a NaN are the device's own
             taken = True
         if not taken or self._running is None:
             return

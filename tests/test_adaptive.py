@@ -645,6 +645,40 @@ def test_a_step_that_does_not_call_the_model_is_refused():
         remat.fit(model, step=step, activations=0.6, adaptive=True)
 
 
+@pytest.mark.parametrize("rows", [(64, 32), (64, 64)])
+def test_a_step_of_two_calls_is_refused_before_anything_is_changed(rows):
+    """Each call would get the whole budget, and what the other holds would come on top."""
+    model, batch = Rows(), [torch.randn(n, 32) for n in rows]
+    flags = {name: module.training for name, module in model.named_modules()}
+    with pytest.raises(remat.InputError, match=r"calls Rows 2 times \(x \[64, 32\]; .*adaptive=False"):
+        remat.fit(model, batch, step=lambda b: model(b[0]) * model(b[1]), activations=0.6, adaptive=True)
+    assert not model._forward_pre_hooks
+    assert not any(wrapped(module) for module in model.modules())
+    assert {name: module.training for name, module in model.named_modules()} == flags
+
+
+def test_a_call_without_gradients_is_no_step():
+    """A reference pass before the one that trains, of another size: the plans are for the latter."""
+    torch.manual_seed(0)
+    model, x = Rows(), torch.randn(128, 32)
+
+    def step(x):
+        with torch.no_grad():
+            target = model(x[:16])
+        return model(x) - target
+
+    def gradients_of_a_step():
+        torch.manual_seed(1)
+        step(x).backward()
+        return gradients(model)
+
+    expected = gradients_of_a_step()
+    with remat.fit(model, x, step=step, activations=0.6, adaptive=True) as handle:
+        assert handle.sizes == (32, 64, 128)
+        assert_equal(expected, gradients_of_a_step())
+        assert handle.stats.steps == 1
+
+
 @pytest.mark.slow
 def test_the_benchmark_runs_without_an_accelerator(tmp_path):
     script = Path(__file__).parent.parent / "benchmarks" / "adaptive.py"

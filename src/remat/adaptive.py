@@ -61,7 +61,7 @@ from remat.sending import (
 from remat.show.text import Report
 from remat.sizing import Measured, chart_and_family
 from remat.stencil import Stencil, stencil
-from remat.trace.sizes import Place, Shapes, shapes_of
+from remat.trace.sizes import Place, Shapes, shapes_of, text
 from remat.units import format_bytes
 
 __all__ = ["FIRST_STEP_BYTES", "AdaptiveHandle"]
@@ -348,9 +348,7 @@ class AdaptiveHandle(Handle):
         place = self._place_of(shapes)
         if place is None:
             self._refuse_beyond(shapes)
-            self._journal.note(
-                "fell back", f"no measured size is like {_text(shapes)}: recomputes everything"
-            )
+            self._journal.note("fell back", f"no measured size is like {text(shapes)}: recomputes everything")
             return _Ready({name: Table.whole(tower) for name, tower in self._names.items()}, None)
         recipes = place.exact and shapes not in self._refused and self._trusts(place.size)
         if place == self._fitted_size and recipes and not self._is_tightened() and self._fitted_holds():
@@ -415,8 +413,8 @@ class AdaptiveHandle(Handle):
             return
         remedy = "fit with the largest batch of this kind (adaptive=[...] takes others to measure)"
         raise BudgetError(
-            f"no measured size is like {_text(shapes)}, which has {ratio:.3g} times the elements of the "
-            f"largest that was measured ({_text(largest)}): recomputing everything may take "
+            f"no measured size is like {text(shapes)}, which has {ratio:.3g} times the elements of the "
+            f"largest that was measured ({text(largest)}): recomputing everything may take "
             f"{format_bytes(needed)}, and the budget is {format_bytes(self._budget)}; {remedy}, or raise the "
             f"budget by {format_bytes(needed - self._budget)}",
             needed=needed,
@@ -731,7 +729,3 @@ def _describe(plan: Plan) -> str:
 
 
 _WORDS = {Mode.KEEP: "keep", Mode.RECIPE: "by recipe", Mode.FULL: "recompute"}
-
-
-def _text(shapes: Shapes) -> str:
-    return ", ".join(f"{name} {list(shape)}" for name, shape in shapes)

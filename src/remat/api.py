@@ -36,7 +36,7 @@ from remat.run.recover import remembered_bytes
 from remat.run.region import PlannedRegion
 from remat.run.wrap import wrapped
 from remat.show.progress import showing
-from remat.sizing import measure_sizes
+from remat.sizing import measure_sizes, one_call_a_step
 from remat.trace.discover import find_blocks
 from remat.trace.sizes import smaller_batches
 from remat.units import parse_bytes
@@ -173,6 +173,8 @@ def fit(
             "adaptive plans do not compile blocks: every new size would compile them again; leave out "
             "adaptive=, or compile="
         )
+    if adaptive is not False:
+        request = replace(request, run=one_call_a_step(request.model, request.run))
     check_budget_arguments(budget, activations)
     _parse_early(model, budget)
     with showing(f"remat: fitting {type(model).__name__}") as progress:

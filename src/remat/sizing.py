@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,9 +17,9 @@ from remat.errors import InputError
 from remat.planner.sizes import Family, MisfitError, family
 from remat.profiling import Request, build_profile
 from remat.records import Plan, Profile
-from remat.trace.sizes import Chart, Shapes, shapes_of
+from remat.trace.sizes import Chart, Shapes, shapes_of, text
 
-__all__ = ["Knot", "Measured", "chart_and_family", "measure_sizes"]
+__all__ = ["Knot", "Measured", "chart_and_family", "measure_sizes", "one_call_a_step"]
 
 
 @dataclass(frozen=True)
@@ -86,22 +87,56 @@ class _SeenError(Exception):
     """Stops a forward whose inputs have been read."""
 
 
-def _shapes_seen(model: nn.Module, run: Callable[[], torch.Tensor]) -> Shapes:
-    """What the model is called with when the step runs."""
-    read, seen = shapes_of(model), []
+@contextmanager
+def _watched(model: nn.Module, see: Callable[[Shapes], None]) -> Iterator[None]:
+    """Inside, `see` is given the inputs of each call of the model that gradients go through."""
+    read = shapes_of(model)
 
     def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-        seen.append(read(args, kwargs))
+        if torch.is_grad_enabled():
+            see(read(args, kwargs))
+
+    hook = model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def one_call_a_step(model: nn.Module, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """The same step, which raises InputError if it calls the model several times. A handle takes each call
+    for a step of its own, with the whole budget for it: what the calls before it hold would come on top."""
+
+    def checked() -> torch.Tensor:
+        seen: list[Shapes] = []
+        with _watched(model, seen.append):
+            loss = run()
+        if len(seen) > 1:
+            raise InputError(
+                f"this step calls {type(model).__name__} {len(seen)} times ({'; '.join(map(text, seen))}), "
+                "and an adaptive plan is for one call: leave out adaptive= (adaptive=False for a callback) "
+                "and fit with the largest batch, or make one call of it, its inputs joined along their rows"
+            )
+        return loss
+
+    return checked
+
+
+def _shapes_seen(model: nn.Module, run: Callable[[], torch.Tensor]) -> Shapes:
+    """What the model is called with when the step runs."""
+    seen: list[Shapes] = []
+
+    def stop(shapes: Shapes) -> None:
+        seen.append(shapes)
         raise _SeenError
 
     put_back = remember_random_state()  # the step may draw before it calls the model
-    hook = model.register_forward_pre_hook(note, with_kwargs=True)
     try:
-        run()
+        with _watched(model, stop):
+            run()
     except _SeenError:
         pass
     finally:
-        hook.remove()
         put_back()
     if not seen:
         raise InputError(

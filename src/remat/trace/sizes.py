@@ -15,7 +15,7 @@ from torch import nn
 from remat.check.step import tensors_of
 from remat.trees import map_tensors, tensors
 
-__all__ = ["Chart", "Place", "Shapes", "shapes_of", "smaller_batches"]
+__all__ = ["Chart", "Place", "Shapes", "shapes_of", "smaller_batches", "text"]
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # name of a tensor -> its shape, sorted by name
 
@@ -47,6 +47,10 @@ def shapes_of(model: nn.Module) -> Callable[[tuple[Any, ...], dict[str, Any]], S
         return tuple(sorted(found))
 
     return read
+
+
+def text(shapes: Shapes) -> str:
+    return ", ".join(f"{name} {list(shape)}" for name, shape in shapes)
 
 
 # ----------------------------------------------------------------------------------------- smaller batches

@@ -442,3 +442,27 @@ def test_what_is_said_to_be_needed_is_enough_for_many_small_layers() -> None:
     remat.fit(Gpt(12, 16), tokens(2, 32), needed).remove()
     with pytest.raises(remat.BudgetError):
         remat.fit(Gpt(12, 16), tokens(2, 32), int(needed * 0.98))
+
+
+@pytest.mark.parametrize("own_step", [False, True], ids=["batch", "step"])
+def test_autocast_that_is_open_around_fit(own_step: bool) -> None:
+    """Casts of weights that earlier runs have made are there all the time; in training each step makes its
+    own. Memory is that of training, where autocast is opened around each forward."""
+    model, batch = Gpt(), tokens(4, 32)
+    options: dict[str, Any] = {"step": lambda: model(**batch)} if own_step else {"batch": batch}
+    with torch.autocast("cpu", torch.bfloat16):
+        handle = remat.fit(model, activations=0.8, **options)
+    other_bytes = sum(t.nbytes for t in batch.values()) if own_step else 0
+    peaks = []
+    with LiveBytes() as live:
+        live.watch([*model.parameters(), *batch.values()])
+        for _ in range(2):
+            live.reset_peak()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(**batch)
+            loss.backward()
+            del loss
+            model.zero_grad()
+            peaks.append(live.peak_bytes - other_bytes)
+    assert max(peaks) <= handle.plan.budget_bytes
+    assert handle.plan.predicted_peak_bytes == pytest.approx(peaks[-1], rel=0.01)

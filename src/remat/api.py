@@ -17,7 +17,7 @@ from remat._torch_private import compiler_problem, partitioner_problem
 from remat.adaptive import FIRST_STEP_BYTES, AdaptiveHandle
 from remat.check import verify as check_verify
 from remat.check.chance import SeededRun
-from remat.check.step import Loss, Output, run_step, signature, tensors_of
+from remat.check.step import Loss, Output, casting_anew, run_step, signature, tensors_of
 from remat.check.verify import Verification
 from remat.devices import Device
 from remat.errors import BudgetError, InputError
@@ -394,7 +394,8 @@ def _run(
     """Forward and loss, as the caller has them: the model's own, a function's, a function of the batch."""
     if step is None:
         return run_step(model, batch, loss, output)
-    return step() if batch is None else step(batch)
+    with casting_anew():
+        return step() if batch is None else step(batch)
 
 
 def _other_sizes(

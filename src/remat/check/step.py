@@ -18,6 +18,7 @@ __all__ = [
     "Output",
     "batch_to",
     "call_model",
+    "casting_anew",
     "fingerprint",
     "loss_of",
     "run_step",
@@ -85,6 +86,19 @@ class Output:
             self._holding, self._last = False, None
 
 
+@contextmanager
+def casting_anew() -> Iterator[None]:
+    """Inside, autocast has no casts from before, and those made inside are let go of at the end: as in a loop
+    that opens it around each forward. Where the caller has it open around many steps, each step but the first
+    would find weights cast already, by steps that a training loop does not run."""
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+
+
+@casting_anew()
 def run_step(model: nn.Module, batch: Any, loss: Loss | None = None, output: Output | None = None) -> Tensor:
     """Forward and loss; the caller runs backward."""
     found = call_model(model, batch)

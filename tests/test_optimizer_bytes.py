@@ -63,6 +63,23 @@ def test_state_and_temporaries_are_those_of_the_real_step(name: str) -> None:
     assert expected.temporary <= 1.5 * temporary + 1024
 
 
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("adamw", 1.05), ("adamw foreach", 1.05), ("rprop foreach", 1.05), ("adadelta foreach", 1.25)],
+)
+def test_two_dtypes_in_one_group(name: str, most: float) -> None:
+    """With foreach one dtype's temporaries are still there when the other's are made; without, a parameter's
+    neighbour is the one before it in the group, of whichever dtype."""
+    model = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(6))
+    for linear in model[1::2]:
+        linear.bfloat16()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    expected = optimizer_bytes(optimizer, CPU).temporary
+    _, temporary = step_of(optimizer, model)
+    assert temporary <= expected + 1024
+    assert expected <= most * temporary + 1024
+
+
 class Counting(torch.optim.AdamW):
     """Has an attribute of its own, as 8-bit optimizers have."""
 

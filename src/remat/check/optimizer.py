@@ -40,11 +40,12 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> O
     state = temporary = 0
     for group in optimizer.param_groups:
         trained = [p for p in group["params"] if p.requires_grad and p.device.type == device.type]
-        for dtype in {p.dtype for p in trained}:
-            alike = [p for p in trained if p.dtype == dtype and p.numel()]
-            if alike:
-                state += _state_of(optimizer, group, alike, device)
-                temporary = max(temporary, _temporary_of(optimizer, group, alike, device))
+        trained = [p for p in trained if p.numel()]
+        alike = {dtype: [p for p in trained if p.dtype == dtype] for dtype in {p.dtype for p in trained}}
+        if alike:
+            state += sum(_state_of(optimizer, group, some, device) for some in alike.values())
+            rates = {dtype: _rates_of(optimizer, group, some, device) for dtype, some in alike.items()}
+            temporary = max(temporary, _temporary_of(trained, rates))
     return OptimizerBytes(present, max(state, present), temporary)
 
 
@@ -74,12 +75,24 @@ def _small(shape: torch.Size) -> tuple[int, ...]:
     return tuple(sides)
 
 
-def _temporary_of(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], alike: list[nn.Parameter], device: torch.device
-) -> int:
-    """What grows with the number of parameters is there for all of them at once (foreach); the rest for one
-    after the other, some of it still there when the next one's turn comes (a loop's variables)."""
+@dataclass(frozen=True)
+class _Rates:
+    """Temporary bytes per byte of a parameter of one dtype: `each` is there for all parameters at once
+    (foreach); `alone` for one after the other, by shape; and of the latter `left_over` is still there when
+    the next one's turn comes (a loop's variables)."""
 
+    each: float
+    left_over: float
+    alone: dict[tuple[int, ...], float]
+    alone_else: float  # of shapes that were not tried
+
+    def in_turn(self, parameter: nn.Parameter) -> float:
+        return self.alone.get(_small(parameter.shape), self.alone_else) * local_bytes(parameter)
+
+
+def _rates_of(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], alike: list[nn.Parameter], device: torch.device
+) -> _Rates:
     def share(*shapes: tuple[int, ...]) -> float:
         """Temporary bytes of a step of parameters of these shapes, per byte of one of them."""
         made = [torch.zeros(shape, dtype=alike[0].dtype, device=device) for shape in shapes]
@@ -88,16 +101,25 @@ def _temporary_of(
     square = (_SIDE, _SIDE)
     one, two, four = (share(*[square] * count) for count in (1, 2, 4))
     each = max((four - two) / 2, 0.0)
-    left_over = max(two - one - each, 0.0)
-    sizes = [local_bytes(p) for p in alike]
     largest = {_small(p.shape): p for p in sorted(alike, key=local_bytes)}  # of each shape
     shapes = sorted(largest, key=lambda shape: local_bytes(largest[shape]))[-_MOST_SHAPES:]
-    alone = {shape: max(share(shape) - each, 0.0) for shape in shapes}
+    return _Rates(
+        each=each,
+        left_over=max(two - one - each, 0.0),
+        alone={shape: max(share(shape) - each, 0.0) for shape in shapes},
+        alone_else=max(one - each, 0.0),
+    )
+
+
+def _temporary_of(trained: list[nn.Parameter], rates: dict[torch.dtype, _Rates]) -> int:
+    """Of the parameters of one group, in its order. Those of all dtypes are added up: where dtypes take turns
+    (foreach), variables of one are still there while the next one's are made."""
+    at_once = sum(rates[p.dtype].each * local_bytes(p) for p in trained)
+    left_over = [rates[p.dtype].left_over * local_bytes(p) for p in trained]
     in_turn = [
-        alone.get(_small(p.shape), max(one - each, 0.0)) * now + left_over * before
-        for p, before, now in zip(alike, [0, *sizes], sizes, strict=False)
+        rates[p.dtype].in_turn(p) + before for p, before in zip(trained, [0.0, *left_over], strict=False)
     ]
-    return round(each * sum(sizes) + max(in_turn))
+    return round(at_once + max(in_turn))
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:

@@ -79,6 +79,38 @@ def test_the_optimizer_counts():
     assert adam < plain
 
 
+class Speaker(nn.Module):
+    """Blocks and a head whose logits are most of the step."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(2000, WIDTH)
+        self.blocks = nn.ModuleList(MlpBlock(WIDTH, dropout=0.0) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 2000)
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+@pytest.mark.parametrize("action", ["chunk", "offload"])
+def test_it_counts_on_what_is_allowed(action):
+    """The answer is as large as the one that fit is able to do."""
+    if action == "chunk":
+        net, given, options = Speaker(), lambda n: torch.arange(64 * n).view(n, 64) % 2000, {}
+        allow = ["keep", "recompute", "chunk"]
+    else:
+        net, given, options = model(), batch, {"loss": squared}
+        allow = ["keep", "offload"]
+    with pytest.raises(BudgetError) as error:
+        fit(net, given(4), 1000, allow=allow, **options)
+    answer = largest(net, given, int(error.value.needed * 1.02), allow=allow, limit=8, **options)
+    assert answer.size >= 4
+
+
 def test_the_limit_is_kept():
     net = model()
     assert largest(net, batch, "1GiB", loss=squared, limit=6).size == 6
@@ -117,6 +149,8 @@ def test_not_even_one():
         ({"limit": True}, "limit=True must be"),
         ({"start": 9, "limit": 3}, "start=9 is above limit=3"),
         ({"budget": "16 gigs"}, "unknown unit"),
+        ({"allow": "recompute"}, "allow='recompute' is one text"),
+        ({"allow": ["shrink"]}, "the actions are keep"),
     ],
 )
 def test_bad_arguments(options, sentence):

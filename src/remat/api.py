@@ -94,7 +94,7 @@ def profile(
         raise InputError(
             f"model is a {type(model).__name__}; pass an nn.Module (a function that makes one needs device=)"
         )
-    allowed = _actions(allow, offload=device_of(model).type == "cuda" and not _in_one_graph(compile))
+    allowed = allowed_actions(model, allow, compile)
     batch = ranks.largest(batch, signature(batch))
     request = _request(model, batch, loss, step, optimizer, accumulate, allowed, compile)
     with showing(f"remat: profiling {type(model).__name__}") as progress:
@@ -162,8 +162,7 @@ def fit(
     may be over the budget. With "offload" a long batch sends to the host what a short one keeps; host memory
     for all of these plans is pinned by `fit`. `on_event` is called with all that changes while training.
     """
-    on_device = isinstance(model, nn.Module) and device_of(model).type == "cuda"
-    allowed = _actions(allow, offload=on_device and not _in_one_graph(compile))
+    allowed = allowed_actions(model, allow, compile)
     batch = ranks.largest(batch, signature(batch))
     request = _request(model, batch, loss, step, optimizer, accumulate, allowed, compile)
     request = replace(request, parts=request.parts and adaptive is False)
@@ -435,6 +434,14 @@ def _batch_bytes(model: nn.Module, batch: Any) -> int:
     device = device_of(model)
     given = [t for t in tensors_of(batch) if t.device.type == device.type]
     return sum(t.untyped_storage().nbytes() for t in given)
+
+
+def allowed_actions(
+    model: nn.Module, allow: Sequence[Action | str] | None, compile: bool | str | None = None
+) -> tuple[Action, ...]:
+    """What may be done to this model; by default also offload where it is on an accelerator."""
+    on_device = isinstance(model, nn.Module) and device_of(model).type == "cuda"
+    return _actions(allow, offload=on_device and not _in_one_graph(compile))
 
 
 def _actions(allow: Sequence[Action | str] | None, *, offload: bool) -> tuple[Action, ...]:

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat.api import fit, plan, profile
+from remat.api import allowed_actions, fit, plan, profile
 from remat.check.step import Loss
 from remat.errors import BudgetError, InputError, RematError
-from remat.planner.bounds import DEFAULT_ALLOW, least_budget
-from remat.planner.schedule import keep_everything
+from remat.planner.bounds import least_budget
+from remat.planner.schedule import keep_everything, with_chunks
 from remat.planner.simulate import simulate
 from remat.records import Action, Plan, Profile
 from remat.show.progress import showing
@@ -87,7 +87,7 @@ def largest(
     loss: Loss | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     accumulate: bool | int = False,
-    allow: Sequence[Action | str] = DEFAULT_ALLOW,
+    allow: Sequence[Action | str] | None = None,
     start: int = 1,
     limit: int = 65536,
 ) -> Largest:
@@ -95,12 +95,14 @@ def largest(
     samples per second. The model is left as it was: pass the answer's batch to `fit`.
 
     `n` may be anything that a step's memory grows with: a batch size, or a sequence length. Sizes from
-    `start` to `limit` are considered. Raises BudgetError if even `start` does not fit.
+    `start` to `limit` are considered. `allow` is that of `fit`. Raises BudgetError if even `start` does not
+    fit.
     """
     _check_sizes(start, limit)
+    allowed = allowed_actions(model, allow)
     with showing(f"remat: largest batch of {type(model).__name__}") as progress:
         options = {"loss": loss, "optimizer": optimizer, "accumulate": accumulate}
-        return _Finder(model, batch_fn, budget, options, tuple(allow), progress).find(start, limit)
+        return _Finder(model, batch_fn, budget, options, allowed, progress).find(start, limit)
 
 
 def _check_sizes(start: int, limit: int) -> None:
@@ -117,7 +119,7 @@ class _Finder:
     batch_fn: Callable[[int], Any]
     budget: int | str
     options: dict[str, Any]
-    allow: tuple[Action | str, ...]
+    allow: tuple[Action, ...]
     progress: Callable[[str], None]
     profiles: dict[int, Profile] = field(default_factory=dict)
     candidates: dict[int, Candidate] = field(default_factory=dict)
@@ -144,7 +146,7 @@ class _Finder:
     def _profile(self, size: int) -> Profile:
         if size not in self.profiles:
             self.progress(f"profiling size {size}")
-            self.profiles[size] = profile(self.model, self.batch_fn(size), **self.options)
+            self.profiles[size] = profile(self.model, self.batch_fn(size), allow=self.allow, **self.options)
         return self.profiles[size]
 
     def _planned(self, size: int) -> Candidate:
@@ -156,9 +158,11 @@ class _Finder:
     def _needed(self, size: int) -> int:
         """The least bytes that a step of this size can run in."""
         try:
-            return least_budget(self._profile(size), [Action(action) for action in self.allow])
+            found = self._profile(size)
         except torch.OutOfMemoryError:  # not even one region, or the frugal step, fits the device itself
             return _NEVER
+        chunks = with_chunks(found) if Action.CHUNK in self.allow else None
+        return min(least_budget(way, self.allow) for way in (found, chunks) if way is not None)
 
     def _confirmed(self, size: int) -> Candidate | None:
         """Run it; None if it does not stay within the budget."""

@@ -325,6 +325,21 @@ def test_steps_that_depend_on_values_are_refused_with_the_line():
         )
 
 
+class Wrong(nn.Module):
+    def forward(self, x):
+        return x @ torch.ones(3, 3)
+
+
+def test_steps_that_do_not_run_are_refused_with_the_line():
+    with pytest.raises(InputError, match=r"Sequential does not run .*test_estimate\.py:\d+.*on the device"):
+        estimate_profile(
+            lambda: nn.Sequential(nn.Linear(16, 16), Wrong()),
+            lambda: torch.randn(4, 16),
+            "t4",
+            loss=lambda output, batch: output.sum(),
+        )
+
+
 SEVEN_BILLION = textwrap.dedent("""
     import json, resource, time
     start = time.perf_counter()

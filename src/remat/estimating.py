@@ -116,20 +116,36 @@ def estimate_profile(
                 return job.profile(held, accumulate is True or accumulate > 1)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise _reads_values(net, error) from error
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                raise _does_not_run(net, error) from error
 
 
 def _reads_values(model: nn.Module, error: Exception) -> InputError:
-    line = next(
+    return InputError(
+        f"what {type(model).__name__} computes depends on values, which an estimate does not have ({error} "
+        f"at {_line_of(error)}); run remat.profile on the device, without device="
+    )
+
+
+def _does_not_run(model: nn.Module, error: Exception) -> InputError:
+    return InputError(
+        f"{type(model).__name__} does not run on tensors without memory ({error} at {_line_of(error)}): it "
+        "is wrong for this batch, or an operation asks for another dtype (dtype= casts weights); or run "
+        "remat.profile on the device, without device="
+    )
+
+
+def _line_of(error: Exception) -> str:
+    """The last line that is the model's own."""
+    return next(
         (
             f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"
             for frame in reversed(traceback.extract_tb(error.__traceback__))
             if not frame.filename.startswith(_LIBRARIES)
         ),
         "an unknown line",
-    )
-    return InputError(
-        f"what {type(model).__name__} computes depends on values, which an estimate does not have ({error} "
-        f"at {line}); run remat.profile on the device, without device="
     )
 
 

@@ -26,7 +26,7 @@ from remat.records import (
     StepBytes,
     Value,
 )
-from remat.trace.sizes import Chart, Place, shapes_of, smaller_batches
+from remat.trace.sizes import Chart, Place, growth_between, shapes_of, smaller_batches
 
 SIZES = (168, 680, 2048)
 
@@ -273,6 +273,35 @@ def test_smaller_batches(batch, expected):
     ]
     assert [tuple(t.shape) for t in found] == expected
     assert all(t.is_contiguous() for t in found)
+
+
+@pytest.mark.parametrize("pads", [slice(239, 240), slice(0, 1), slice(200, 240), slice(0, 100)])
+def test_smaller_batches_keep_some_padding_and_something_beside_it(pads):
+    mask = torch.ones(2, 240, dtype=int)
+    mask[1, pads] = 0
+    ids = torch.arange(480).view(2, 240)
+    for made in smaller_batches({"ids": ids, "mask": mask}):
+        assert made["mask"].shape == made["ids"].shape
+        assert made["mask"][0].all()
+        assert 0 < made["mask"][1].sum() < made["mask"].shape[1]
+        assert torch.equal(made["ids"], ids[:, : made["ids"].shape[1]])
+
+
+@pytest.mark.parametrize(
+    ("given", "growth"),
+    [
+        (shapes(4, 64), 1),
+        (shapes(2, 60), 1),
+        (shapes(8, 32), 2),  # whatever each row has apart from its length
+        (shapes(2, 128), 4),
+        (shapes(1, 256), 16),
+        (shapes(8, 128), 16),
+        (shapes(4, 64, mask=(4, 64)), 2.25),
+        (shapes(1, 8, mask=(1, 128)), 4),
+    ],
+)
+def test_how_much_more_other_inputs_may_take(given, growth):
+    assert growth_between(shapes(4, 64), given) == growth
 
 
 def test_two_lengths_shrink_together():

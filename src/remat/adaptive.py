@@ -11,7 +11,7 @@ step takes more than the budget because its size was new:
   the budget there is no room to compare, and the spot check alone answers for them;
 - host memory for what a plan offloads is there before the step, or that size does without it (remat.sending);
 - a batch too large for any plan is refused before it runs. Inputs unlike all that were measured recompute
-  everything; where they hold more elements, memory is taken to grow with the square of that.
+  everything; where they are larger in anything, memory is taken to grow with the square of that.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from remat.sending import (
 from remat.show.text import Report
 from remat.sizing import Measured, chart_and_family
 from remat.stencil import Stencil, stencil
-from remat.trace.sizes import Place, Shapes, shapes_of, text
+from remat.trace.sizes import Place, Shapes, growth_between, shapes_of, text
 from remat.units import format_bytes
 
 __all__ = ["FIRST_STEP_BYTES", "AdaptiveHandle"]
@@ -397,23 +397,23 @@ class AdaptiveHandle(Handle):
     def _refuse_beyond(self, shapes: Shapes) -> None:
         """Raise if inputs that are not on the chart may not fit even when everything is recomputed.
 
-        Nothing of their kind was measured. With no more elements than the largest that was, they are let
-        through; beyond, what a step takes grows at most like attention: with the square."""
+        Nothing of their kind was measured. A step grows at most with its rows and with the square of all
+        else (attention, a bias for each pair of positions), whether or not there are more elements."""
         largest = self._chart.shapes[-1]
-        ratio = _elements(shapes) / max(_elements(largest), 1)
-        if ratio <= 1:
+        growth = growth_between(largest, shapes)
+        if growth <= 1:
             return
         profile = self._family.profiles[-1]
         whole = tuple(profile.kinds[call.kind].reference for call in profile.calls)
         needed = self._over + max(
-            point.parameters + point.gradients + point.optimizer + math.ceil(ratio**2 * _activations(point))
+            point.parameters + point.gradients + point.optimizer + math.ceil(growth * _activations(point))
             for point in simulate(profile, whole).points
         )
         if needed <= self._budget:
             return
         remedy = "fit with the largest batch of this kind (adaptive=[...] takes others to measure)"
         raise BudgetError(
-            f"no measured size is like {text(shapes)}, which has {ratio:.3g} times the elements of the "
+            f"no measured size is like {text(shapes)}, which may take {growth:.3g} times the memory of the "
             f"largest that was measured ({text(largest)}): recomputing everything may take "
             f"{format_bytes(needed)}, and the budget is {format_bytes(self._budget)}; {remedy}, or raise the "
             f"budget by {format_bytes(needed - self._budget)}",
@@ -690,10 +690,6 @@ class AdaptiveHandle(Handle):
         else:
             wider = None if self._notch == 1 or self._limit is None else int(self._limit / _NOTCH)
             self._set_limit("loosened", self._notch - 1, wider, why)
-
-
-def _elements(shapes: Shapes) -> int:
-    return sum(math.prod(shape) for _, shape in shapes)
 
 
 def _activations(point: Point) -> int:

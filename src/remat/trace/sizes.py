@@ -15,7 +15,7 @@ from torch import nn
 from remat.check.step import tensors_of
 from remat.trees import map_tensors, tensors
 
-__all__ = ["Chart", "Place", "Shapes", "shapes_of", "smaller_batches", "text"]
+__all__ = ["Chart", "Place", "Shapes", "growth_between", "shapes_of", "smaller_batches", "text"]
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # name of a tensor -> its shape, sorted by name
 
@@ -78,14 +78,32 @@ def _shorter(length: int, share: float, least: int) -> int:
 
 def _along_sequences(batch: Any, cut: dict[int, int]) -> Any:
     def change(tensor: torch.Tensor) -> torch.Tensor:
+        spread = _is_mask(tensor)
         # [rows, length], [rows, length, width]; of more dimensions ([rows, 1, length, length]) the last two.
         dims = (1,) if tensor.dim() in (2, 3) else tuple(range(2, tensor.dim()))
         for dim in dims:
-            if tensor.shape[dim] in cut:
-                tensor = tensor.narrow(dim, 0, cut[tensor.shape[dim]])
+            length = tensor.shape[dim]
+            if length in cut and spread:
+                tensor = tensor.index_select(dim, _spread(length, cut[length], tensor.device))
+            elif length in cut:
+                tensor = tensor.narrow(dim, 0, cut[length])
         return tensor.clone(memory_format=torch.contiguous_format)
 
     return _mapped(batch, change)
+
+
+def _is_mask(tensor: torch.Tensor) -> bool:
+    """Ones and zeros, some of each. Models run another way where nothing is masked, so that a smaller batch
+    has to keep some padding, on whichever side it is."""
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dim() < 2:
+        return False
+    ones = tensor == 1
+    return bool((ones | (tensor == 0)).all() and ones.any() and not ones.all())
+
+
+def _spread(length: int, count: int, device: torch.device) -> torch.Tensor:
+    """As many positions, evenly from the first to the last."""
+    return torch.tensor([i * (length - 1) // max(count - 1, 1) for i in range(count)], device=device)
 
 
 def _mapped(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -157,6 +175,26 @@ class Chart:
         if rows > 1 and not varying:
             return None
         return Place(math.ceil(size * rows), exact and rows == 1)
+
+
+def growth_between(measured: Shapes, given: Shapes) -> float:
+    """How many times the memory of `measured` other inputs take at the most: as their rows grow, or as the
+    square of what else does, be it one dimension or the number of all elements. At least 1."""
+    known = dict(measured)
+    growth = max(1.0, (_elements(given) / max(_elements(measured), 1)) ** 2)
+    firsts = max((shape[0] for shape in known.values()), default=1)
+    others = max((number for shape in known.values() for number in shape[1:]), default=1)
+    for name, shape in given:
+        like = known.get(name, ())
+        if len(like) != len(shape):  # a tensor that was not there: against the largest that were
+            like = (firsts, *[others] * (len(shape) - 1))
+        ratios = [number / max(before, 1) for number, before in zip(shape, like, strict=True)]
+        growth = max(growth, ratios[0], *(ratio**2 for ratio in ratios[1:]))
+    return growth
+
+
+def _elements(shapes: Shapes) -> int:
+    return sum(math.prod(shape) for _, shape in shapes)
 
 
 def _structure(shapes: Shapes) -> tuple[tuple[str, int], ...]:

@@ -22,7 +22,7 @@ from remat._torch_private import sequence_number
 from remat.errors import CaptureError
 from remat.layouts import equal
 from remat.records import Op, RegionGraph, Role, Saved, Source, Storage, Value
-from remat.trace.graphwalk import GraphNode, SavedTensor, saved_tensors, walk
+from remat.trace.graphwalk import GraphNode, SavedTensor, next_sequence_number, saved_tensors, walk
 from remat.trace.record import RANDOM, Recorder, has_storage
 from remat.trees import map_tensors, tensors
 
@@ -67,7 +67,7 @@ def capture(
         # Now: where the region writes to an input, that tensor's grad_fn becomes a node of the region.
         entries = [tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None]
         recorder = Recorder(parameters, inputs, hold=hold)
-        since = _next_sequence_number()
+        since = next_sequence_number()
         with _boundaries(module, recorder) as seen, torch.enable_grad():
             torch.clear_autocast_cache()
             with recorder:
@@ -78,12 +78,6 @@ def capture(
         nodes = walk(outputs, entries, since)
         saved = list(saved_tensors(nodes))
         return _Builder(recorder, seen, nodes, saved, outputs).build()
-
-
-def _next_sequence_number() -> int:
-    """Every node that autograd makes from now on (on this thread) has a higher one."""
-    with torch.enable_grad():
-        return sequence_number(torch.empty(0, requires_grad=True).view(0).grad_fn)
 
 
 def _forget_replaced(recorder: Recorder, module: nn.Module, before: list[tuple[str, torch.Tensor]]) -> None:

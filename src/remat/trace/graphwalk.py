@@ -15,7 +15,7 @@ import torch
 
 from remat._torch_private import sequence_number
 
-__all__ = ["GraphNode", "SavedTensor", "saved_tensors", "walk"]
+__all__ = ["GraphNode", "SavedTensor", "next_sequence_number", "saved_tensors", "walk"]
 
 _RAW = "_raw_saved_"
 
@@ -34,6 +34,12 @@ class SavedTensor:
     attribute: str  # "_raw_saved_self"
     item: int  # -1, or the place in a list of saved tensors
     tensor: torch.Tensor
+
+
+def next_sequence_number() -> int:
+    """Every node that autograd makes from now on (on this thread) has a higher one."""
+    with torch.enable_grad():
+        return sequence_number(torch.empty(0, requires_grad=True).view(0).grad_fn)
 
 
 def walk(outputs: list[torch.Tensor], entries: Iterable[Any], since: int = 0) -> list[GraphNode]:

@@ -424,8 +424,15 @@ def test_a_tensor_made_in_inference_mode_may_go_into_a_region() -> None:
             return x
 
     model, x = Net(), torch.randn(64, 32)
-    handle = remat.fit(model, x, activations=0.7, loss=squared)
-    assert handle.regions
+    squared(model(x), x).backward()
+    expected = [p.grad for p in model.parameters()]
+    for share in (0.7, 0.5):
+        model.zero_grad()
+        with remat.fit(model, x, activations=share, loss=squared) as handle:
+            squared(model(x), x).backward()
+            assert handle.regions
+            assert not any(region.counts.fallbacks for region in handle.regions)
+        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True))
 
 
 @pytest.mark.parametrize("always", [False, True])

@@ -281,7 +281,11 @@ class PlannedRegion:
             kept = program.collect(nodes, self._parameters(program, module), inputs, seen)
             if type(kept) is not tuple:
                 return kept if type(kept) is str else f"{program.kept[kept]} is not as captured"
-            frame = Frame(self.name, self.counts, program, kept)
+            try:
+                frame = Frame(self.name, self.counts, program, kept)
+            except RuntimeError:  # some were made in inference mode
+                kept = tuple(map(_with_version, kept))
+                frame = Frame(self.name, self.counts, program, kept)
         except torch.OutOfMemoryError:  # a RuntimeError, too
             raise
         except (AttributeError, IndexError, KeyError, TypeError, RuntimeError) as error:
@@ -424,6 +428,14 @@ class PlannedRegion:
             why=self.counts.why,
             host_bytes=sum(v.host_bytes for v in self.variants.values()),
         )
+
+
+def _with_version(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as an ordinary tensor: one of inference mode counts no writes, and allows none."""
+    if not tensor.is_inference():
+        return tensor
+    fresh = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return fresh.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def _with_taps(kept: tuple[Any, ...], places: tuple[int, ...], taps: list[Moved]) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from remat.check.live import LiveBytes
 from remat.errors import RecomputeError, RematError
 from remat.run import chunk_softmax
 from remat.run.chunk import HeadHandle, chunk_head
-from remat.run.chunk_loss import chunk_rows
+from remat.run.chunk_loss import chunk_rows, no_row_ignored
 
 VOCABULARY, WIDTH, BATCH, LENGTH = 37, 8, 3, 11
 IGNORED = -100
@@ -473,6 +473,41 @@ def test_the_peak_falls_by_the_logits(dtype: torch.dtype) -> None:
     # hidden states with their gradients; the weight's gradient as a sum and as handed over; a chunk
     assert own <= 3 * 1024 * 16 * width + weight * (4 + width) * 2 + chunk * (4 + 2 * width) + 65536
     assert own < plain / 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [64, 1024])
+def test_no_labels_take_more_than_when_no_row_is_ignored(rows: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(512, 64), nn.Linear(64, 512, bias=False)).to(dtype)
+    tokens, labels = torch.randint(512, (4, 256)), torch.randint(512, (4, 256))
+    with chunk_head(model, head="1", rows=rows):
+        peaks = []
+        for ignored in (0, 1, 700, 1000, 1024):
+            given = labels.clone()
+            given.view(-1)[:ignored] = IGNORED
+            peaks.append(peak_of(model, tokens, given))
+        with no_row_ignored():
+            most = {peak_of(model, tokens, given), peak_of(model, tokens, labels)}
+    assert max(most) >= max(peaks)
+    assert max(most) <= max(peaks) * 1.01  # a bound that is reached
+    assert max(most) - min(most) < 64
+
+
+@pytest.mark.parametrize("name", ["mean", "none"])
+def test_ignored_rows_have_no_gradient_whatever_comes_from_above(name: str) -> None:
+    model, (_, labels) = Model(), batch()
+    found = []
+    for context in (nullcontext, lambda: chunked(model)):
+        with context():
+            hidden = torch.zeros(BATCH, LENGTH, WIDTH, requires_grad=True)
+            loss = F.cross_entropy(
+                flat(model.head(hidden)), labels.view(-1), ignore_index=IGNORED, reduction=name
+            )
+            loss.backward(torch.full_like(loss, torch.inf))
+            found.append(hidden.grad[labels == IGNORED])
+    assert not found[0].any()
+    assert not found[1].any()
 
 
 def test_200_steps_leak_nothing() -> None:

@@ -208,6 +208,36 @@ def test_a_loop_that_holds_what_the_model_gives(options: dict[str, bool]) -> Non
     assert max(peaks) == pytest.approx(handle.plan.predicted_peak_bytes, rel=0.03)
 
 
+class Labelled(Telling):
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("masked", [48, 0])
+def test_a_chunked_loss_whatever_labels_are_ignored(masked: int) -> None:
+    """Prompts differ in length: what was ignored in fit's batch says nothing of the next."""
+    model, ids = Labelled(vocabulary=1024), tokens(4, 64)["ids"]
+
+    def prompt(length: int) -> dict[str, Tensor]:
+        labels = ids.clone()
+        labels[:, :length] = -100
+        return {"ids": ids, "labels": labels}
+
+    allow = ["keep", "recompute", "chunk"]
+    with pytest.raises(remat.BudgetError) as caught:
+        remat.fit(model, prompt(masked), 1, allow=allow)
+    budget = caught.value.needed
+    handle = remat.fit(model, prompt(masked), budget, allow=allow)
+    assert handle.plan.profile.chunked
+    assert all(p.grad is None for p in model.parameters())
+    assert [peak_of(model, prompt(length)) <= budget for length in (0, 1, 60)] == [True, True, True]
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
 def test_a_batch_after_one_that_was_longer_than_all_that_were_measured() -> None:
     """What that one gave is still there: the plans of shorter ones are made again."""
     model = Telling(vocabulary=1024)

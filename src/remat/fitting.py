@@ -23,6 +23,7 @@ from remat.planner.schedule import keep_everything, refusal, schedule, with_chun
 from remat.planner.simulate import simulate
 from remat.profiling import Request, device_of
 from remat.records import Action, Mode, Phase, Plan, Profile, Segment
+from remat.run.chunk_loss import no_row_ignored
 from remat.trace.joint import is_random
 from remat.units import format_bytes
 
@@ -305,9 +306,11 @@ def _measured_excess(request: Request, handle: Handle, before: int) -> int:
     alone = replace(profile, accumulate=False, step=first)
     predicted = simulate(alone, handle.plan.choices)
     release_cached(device)
+    # Other batches ignore other labels.
+    metering = None if chunked_head(handle.plan) is None else no_row_ignored
     with untouched(request.model, request.optimizer) as handle.outside:
         try:
-            handle.measured = step_peak(request.model, request.run, device, request.holding)
+            handle.measured = step_peak(request.model, request.run, device, request.holding, metering)
         except torch.OutOfMemoryError:
             lacking = max(before, 0) + math.ceil(handle.plan.budget_bytes * _LACKING)
             return max(lacking, handle.plan.budget_bytes - handle.plan.predicted_peak_bytes + lacking)

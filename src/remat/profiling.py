@@ -41,6 +41,7 @@ from remat.records import (
     StepBytes,
 )
 from remat.run.chunk import chunk_head, find_head
+from remat.run.chunk_loss import no_row_ignored
 from remat.run.compiled import CompiledBlock, block_for, decompiled
 from remat.run.fused import can_fuse
 from remat.run.onegraph import calls_of, trunks_of
@@ -330,7 +331,8 @@ def _chunked_step(
     progress("measuring a step with head and loss in chunks")
     compiled = [s.name for s in found.sightings if kinds[s.species].compiler]
     with chunk_head(request.model, head=head[0]) as handle, calls_of(request.model, compiled) as called:
-        whole = _whole_step(request, blocks, found, device)
+        with no_row_ignored():  # other batches ignore other labels
+            whole = _whole_step(request, blocks, found, device)
         if not handle.counts.losses or handle.counts.materialised:
             return None
     sets = [kind.menu[_timed_entry(kind)] for kind in kinds]

@@ -32,9 +32,11 @@ def step_peak(
     run: Callable[[], torch.Tensor],
     device: torch.device,
     holding: Callable[[], AbstractContextManager[None]] = nullcontext,
+    metering: Callable[[], AbstractContextManager[None]] | None = None,
 ) -> StepPeak:
     """Run forward and backward: warm, metered, timed. An accelerator counts bytes by itself, and is no slower
-    for it: there the metered run is the timed one. `holding`: what holds the model's output meanwhile."""
+    for it: there the metered run is the timed one. `holding`: what holds the model's output meanwhile.
+    `metering`: what makes the metered run take its most, which is then not the one that is timed."""
     meter = Meter(device)
 
     def step() -> float:
@@ -46,14 +48,15 @@ def step_peak(
         meter.synchronize()
         return time.perf_counter() - begin
 
-    step()
-    clear_gradients(model)
-    with meter:
-        start = meter.current_bytes()
-        meter.reset_peak()
-        seconds = step()
-        above = meter.peak_bytes() - start
-    if device.type == "cpu":
+    with nullcontext() if metering is None else metering():
+        step()
+        clear_gradients(model)
+        with meter:
+            start = meter.current_bytes()
+            meter.reset_peak()
+            seconds = step()
+            above = meter.peak_bytes() - start
+    if device.type == "cpu" or metering is not None:
         seconds = step()
     reserved = torch.cuda.memory_reserved(device) if device.type == "cuda" else None
     return StepPeak(above, seconds, reserved)

@@ -9,6 +9,8 @@ of all rows. So there is one count for all chunks, and the gradients of a chunk 
 before a gradient scaler has had its say. Rows with `ignore_index` are left out first. A batch in which all
 rows are ignored gives what torch gives: 0 for a sum, nan for a mean, and gradients of zero for both.
 
+The fewer rows are left, the less memory it takes; inside `no_row_ignored` the most that any labels can take.
+
 With reduction="none" each row's gradient is known in backward only: the chunks are then run again.
 
 torch 2.13 has F.linear_cross_entropy, which does less (no module as head, no logit scale, no softcap, no fp32
@@ -17,7 +19,9 @@ sum of the weight's gradient) and is absent in 2.11: it is not used.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,11 +34,24 @@ from remat.errors import RematError
 from remat.run.chunk_softmax import Fuse, Step, compiled_softmax, softmax_in_place
 from remat.run.standins import Autocast, GradientSum, Parameters
 
-__all__ = ["Criterion", "Head", "chunk_rows", "chunked_cross_entropy"]
+__all__ = ["Criterion", "Head", "chunk_rows", "chunked_cross_entropy", "no_row_ignored"]
 
 _CUDA_BYTES = 256 << 20
 _CUDA_ROWS = 1024  # below, reading and writing the sum of the weight's gradient costs more than the product
 _OTHER_BYTES = 64 << 20
+
+_none_ignored: ContextVar[bool] = ContextVar("no_row_ignored", default=False)
+
+
+@contextmanager
+def no_row_ignored() -> Iterator[None]:
+    """Inside, every row is computed as if others were ignored: what no labels of that shape take more than.
+    The loss is another one. For steps of which only the bytes matter."""
+    token = _none_ignored.set(True)
+    try:
+        yield
+    finally:
+        _none_ignored.reset(token)
 
 
 @dataclass(frozen=True)
@@ -101,12 +118,12 @@ def chunked_cross_entropy(
 
     `dtype`: of the logits after the steps, which is the dtype of the loss.
     """
-    keep = (target != criterion.ignore_index).nonzero()[:, 0]
-    everything = keep.numel() == target.numel()
+    labels, keep, ignored = _kept(target, criterion.ignore_index)
     job = _Job(
         head=head,
-        target=target if everything else target[keep],
-        keep=None if everything else keep,
+        target=labels,
+        keep=keep,
+        ignored=ignored,
         steps=steps,
         dtype=torch.float64 if dtype == torch.float64 else torch.float32,
         vocabulary=vocabulary,
@@ -124,16 +141,30 @@ def chunked_cross_entropy(
     return loss if now.enabled else loss.to(dtype), job.chunks
 
 
+def _kept(target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The labels that count, where they are, and which do not; (target, None, None) if all count."""
+    ignored = target == ignore_index
+    if _none_ignored.get():
+        target = target.masked_fill(ignored, 0)
+        ignored.fill_(False)
+    keep = ignored.logical_not().nonzero()[:, 0]
+    if keep.numel() == target.numel() and not _none_ignored.get():
+        return target, None, None
+    return target[keep], keep, ignored
+
+
 # ------------------------------------------------------------------------------------------- all chunks
 
 
 @dataclass(frozen=True)
 class _Job:
-    """Everything about one loss but the rows. `target` holds no ignored rows; `keep` says which were kept."""
+    """Everything about one loss but the rows. `target` holds no ignored rows; `keep` says where the kept ones
+    are, and `ignored` which are not kept."""
 
     head: Head
     target: Tensor
     keep: Tensor | None
+    ignored: Tensor | None
     steps: tuple[Step, ...]
     dtype: torch.dtype  # the softmax is computed in it
     vocabulary: int
@@ -150,44 +181,47 @@ class _Job:
         return self.target.numel() if weight is None else weight[self.target].sum().to(self.dtype)
 
     def losses(self, rows: Tensor) -> Tensor:
-        """Each kept row's loss, no gradients."""
+        """Each row's loss, no gradients."""
         found = [torch.zeros(0, dtype=self.dtype, device=rows.device)]
         with torch.no_grad(), self.head.autocast.off():
-            kept = self._kept(rows)
             runner = _runner(self.head, False, self.chunks)
-            for a in range(0, kept.shape[0], self.size):
-                logits = runner.logits(kept[a : a + self.size])
+            for a in range(0, self.target.numel(), self.size):
+                logits = runner.logits(self._rows(rows, a))
                 found.append(self._softmax(runner, logits, a, None, gradient=False)[0])
-        return torch.cat(found)
+            kept = torch.cat(found)
+        if self.keep is None:
+            return kept
+        return kept.new_zeros(rows.shape[0]).index_copy_(0, self.keep, kept)
 
     def gradients(
         self, rows: Tensor, needs_rows: bool, upstream: Tensor | None
     ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
-        """Sum of the losses; gradient of the kept rows; one per trained parameter. `upstream`: per row."""
+        """Sum of the losses; gradient of the rows, still undefined at ignored ones (`_without_ignored`); one
+        per trained parameter. `upstream`: per kept row."""
         total = torch.zeros((), dtype=self.dtype, device=rows.device)
         with torch.no_grad(), self.head.autocast.off():
-            kept = self._kept(rows)
-            gradient = torch.empty_like(kept) if needs_rows else None
+            gradient = torch.empty_like(rows) if needs_rows else None
             runner = _runner(self.head, needs_rows, self.chunks)
-            for a in range(0, kept.shape[0], self.size):
-                logits = runner.logits(kept[a : a + self.size])
+            for a in range(0, self.target.numel(), self.size):
+                logits = runner.logits(self._rows(rows, a))
                 loss, slope = self._softmax(runner, logits, a, upstream, gradient=True)
                 del logits
                 total += loss.sum()
                 piece = runner.backward(slope)
                 if gradient is not None and piece is not None:
-                    gradient[a : a + self.size] = piece
+                    if self.keep is None:
+                        gradient[a : a + self.size] = piece
+                    else:
+                        gradient.index_copy_(0, self.keep[a : a + self.size], piece.to(gradient.dtype))
                 del slope, piece
         return total, gradient, runner.parameters()
 
-    def _kept(self, rows: Tensor) -> Tensor:
-        return rows.detach() if self.keep is None else rows.detach().index_select(0, self.keep)
-
-    def spread(self, kept: Tensor, count: int) -> Tensor:
-        """The gradient of all rows from that of the kept ones."""
+    def _rows(self, rows: Tensor, a: int) -> Tensor:
+        """The rows of the chunk that begins at kept row `a`."""
+        rows = rows.detach()
         if self.keep is None:
-            return kept
-        return kept.new_zeros((count, *kept.shape[1:])).index_copy_(0, self.keep, kept)
+            return rows[a : a + self.size]
+        return rows.index_select(0, self.keep[a : a + self.size])
 
     def _softmax(
         self, runner: _Runner, logits: Tensor, a: int, upstream: Tensor | None, gradient: bool
@@ -209,7 +243,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, job: _Job, rows: Tensor, *parameters: Tensor) -> Tensor:
         total, gradient, sums = job.gradients(rows, ctx.needs_input_grad[1], None)
-        ctx.job, ctx.count = job, rows.shape[0]
+        ctx.job, ctx.chunks = job, job.chunks
         ctx.dtypes = [rows.dtype, *(p.dtype for p in parameters)]
         ctx.save_for_backward(gradient, *sums)
         return total
@@ -218,16 +252,14 @@ class _Sum(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         _refuse_second_derivative()
         gradient, *sums = ctx.saved_tensors
-        if not ctx.job.chunks:  # every row was ignored: no gradient, whatever nan or inf comes from above
+        if not ctx.chunks:  # every row was ignored: no gradient, whatever nan or inf comes from above
             grad = torch.zeros_like(grad)
         overwrite = not keeps_graph()
         found = [
             None if value is None else _scaled(value, grad, dtype, overwrite)
             for value, dtype in zip([gradient, *sums], ctx.dtypes, strict=True)
         ]
-        if found[0] is not None:
-            found[0] = ctx.job.spread(found[0], ctx.count)
-        return None, *found
+        return None, _without_ignored(found[0], ctx.job.ignored), *found[1:]
 
 
 class _Each(torch.autograd.Function):
@@ -237,18 +269,24 @@ class _Each(torch.autograd.Function):
     def forward(ctx: Any, job: _Job, rows: Tensor, *parameters: Tensor) -> Tensor:
         ctx.job = job
         ctx.save_for_backward(rows, *parameters)
-        return job.spread(job.losses(rows), rows.shape[0])
+        return job.losses(rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         _refuse_second_derivative()
         rows, *parameters = ctx.saved_tensors
-        upstream = grad if ctx.job.keep is None else grad.index_select(0, ctx.job.keep)
-        _, gradient, sums = ctx.job.gradients(rows, ctx.needs_input_grad[1], upstream)
-        if gradient is not None:
-            gradient = ctx.job.spread(gradient, rows.shape[0])
+        job: _Job = ctx.job
+        upstream = grad if job.keep is None else grad.index_select(0, job.keep)
+        _, gradient, sums = job.gradients(rows, ctx.needs_input_grad[1], upstream)
         found = [None if s is None else s.to(p.dtype) for s, p in zip(sums, parameters, strict=True)]
-        return None, gradient, *found
+        return None, _without_ignored(gradient, job.ignored), *found
+
+
+def _without_ignored(gradient: Tensor | None, ignored: Tensor | None) -> Tensor | None:
+    """Zero at ignored rows, as in torch, whatever nan or inf came from above."""
+    if gradient is None or ignored is None:
+        return gradient
+    return gradient.masked_fill_(ignored[:, None], 0.0)
 
 
 def _refuse_second_derivative() -> None:

@@ -537,6 +537,24 @@ def test_memory_is_released_by_backward_even_if_the_loss_is_kept() -> None:
         assert live.current_bytes <= before - model.head.weight.nbytes
 
 
+@pytest.mark.parametrize("name", ["mean", "none"])
+def test_losses_that_are_kept_hold_nothing_but_themselves(name: str) -> None:
+    """`losses.append(loss)`: of the graph, labels and indices of rows are gone after backward."""
+    model = Model()
+    chunked(model)
+    tokens, labels = batch()
+    losses, levels = [], []
+    with LiveBytes("cpu") as live:
+        for _ in range(4):
+            losses.append(LOSSES[name](model(tokens), labels))
+            losses[-1].backward()
+            model.zero_grad(set_to_none=True)
+            levels.append(live.current_bytes)
+    assert levels[3] - levels[2] == levels[2] - levels[1] == losses[-1].nbytes
+    with pytest.raises(RuntimeError, match="second time"):
+        losses[-1].backward()
+
+
 @pytest.mark.parametrize(
     ("count", "vocabulary", "device", "rows", "nbytes", "expected"),
     [

@@ -243,15 +243,15 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, job: _Job, rows: Tensor, *parameters: Tensor) -> Tensor:
         total, gradient, sums = job.gradients(rows, ctx.needs_input_grad[1], None)
-        ctx.job, ctx.chunks = job, job.chunks
+        ctx.chunks = job.chunks
         ctx.dtypes = [rows.dtype, *(p.dtype for p in parameters)]
-        ctx.save_for_backward(gradient, *sums)
+        ctx.save_for_backward(job.ignored, gradient, *sums)
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         _refuse_second_derivative()
-        gradient, *sums = ctx.saved_tensors
+        ignored, gradient, *sums = ctx.saved_tensors
         if not ctx.chunks:  # every row was ignored: no gradient, whatever nan or inf comes from above
             grad = torch.zeros_like(grad)
         overwrite = not keeps_graph()
@@ -259,7 +259,7 @@ class _Sum(torch.autograd.Function):
             None if value is None else _scaled(value, grad, dtype, overwrite)
             for value, dtype in zip([gradient, *sums], ctx.dtypes, strict=True)
         ]
-        return None, _without_ignored(found[0], ctx.job.ignored), *found[1:]
+        return None, _without_ignored(found[0], ignored), *found[1:]
 
 
 class _Each(torch.autograd.Function):
@@ -276,6 +276,8 @@ class _Each(torch.autograd.Function):
         _refuse_second_derivative()
         rows, *parameters = ctx.saved_tensors
         job: _Job = ctx.job
+        if not keeps_graph():
+            ctx.job = None  # who keeps the loss keeps this node, but shall not keep the labels
         upstream = grad if job.keep is None else grad.index_select(0, job.keep)
         _, gradient, sums = job.gradients(rows, ctx.needs_input_grad[1], upstream)
         found = [None if s is None else s.to(p.dtype) for s, p in zip(sums, parameters, strict=True)]

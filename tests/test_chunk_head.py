@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import remat
 from models import ZOO, Case, LoraLinear, own_loss
 from reference import step
 from remat._torch_private import below_torch_function
@@ -100,6 +101,19 @@ def test_num_items_in_batch_through_transformers() -> None:
     with chunk_head(own, rows=3) as handle:
         assert_steps_close(expected, step(case, own))
     assert handle.counts.losses == 1
+
+
+def test_a_step_that_needs_the_logits_as_a_whole_says_so_in_a_note() -> None:
+    case = ZOO["llama"]()
+
+    def loss(output: Any, batch: Any) -> Tensor:
+        return output.logits.softmax(-1).square().sum()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = remat.profile(case.model, case.batch, loss=loss, allow=["keep", "recompute", "chunk"])
+    assert found.head is None
+    assert any("lm_head: Tensor.softmax" in note for note in found.notes), found.notes
 
 
 def test_beside_checkpointed_blocks() -> None:

@@ -208,6 +208,40 @@ def test_a_loop_that_holds_what_the_model_gives(options: dict[str, bool]) -> Non
     assert max(peaks) == pytest.approx(handle.plan.predicted_peak_bytes, rel=0.03)
 
 
+class Nameless(Telling):
+    """Does not say which module its head is."""
+
+    get_output_embeddings = None  # type: ignore[assignment]
+
+
+def hints_of(profile: remat.Profile, allow: list[str] | None) -> str:
+    with pytest.raises(remat.BudgetError) as caught:
+        remat.plan(profile, 1, allow=allow)
+    assert "head" in caught.value.where
+    return ", ".join(caught.value.hints)
+
+
+def test_chunks_are_advised_only_where_there_is_a_head() -> None:
+    allow = ["keep", "recompute", "chunk"]
+    found, nameless = (
+        remat.profile(kind(2, vocabulary=1024), tokens(4, 64), allow=allow) for kind in (Telling, Nameless)
+    )
+    assert found.head is not None
+    assert not any("in chunks" in note for note in found.notes)
+    assert 'allow "chunk"' in hints_of(found, None)
+    assert any("Nameless does not name its head" in note for note in nameless.notes)
+    assert "chunk" not in hints_of(nameless, None)
+    assert "get_output_embeddings() that returns its head" in hints_of(nameless, allow)
+
+
+def test_estimates_do_not_advise_chunks_which_they_do_not_have() -> None:
+    allow = ["keep", "recompute", "chunk"]
+    found = remat.profile(lambda: Telling(2, vocabulary=1024), tokens(4, 64), device="h100-80gb", allow=allow)
+    assert any("chunks are not estimated" in note for note in found.notes)
+    assert "chunk" not in hints_of(found, None)
+    assert "chunk" not in hints_of(found, allow)
+
+
 class Labelled(Telling):
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
         x = self.embedding(ids)
@@ -220,7 +254,7 @@ class Labelled(Telling):
 @pytest.mark.parametrize("masked", [48, 0])
 def test_a_chunked_loss_whatever_labels_are_ignored(masked: int) -> None:
     """Prompts differ in length: what was ignored in fit's batch says nothing of the next."""
-    model, ids = Labelled(vocabulary=1024), tokens(4, 64)["ids"]
+    model, ids = Labelled(2, vocabulary=1024), tokens(4, 64)["ids"]
 
     def prompt(length: int) -> dict[str, Tensor]:
         labels = ids.clone()

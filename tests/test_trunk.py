@@ -22,6 +22,7 @@ from remat.planner.schedule import make_plan, with_chunks
 from remat.planner.simulate import simulate
 from remat.records import Mode, Plan, Profile
 from remat.run import compiled
+from remat.run.chunk_loss import no_row_ignored
 from remat.run.onegraph import below, trunks_of
 from remat.run.wrap import wrapped
 from test_compiled import COMPILES, Block, counted_peak
@@ -172,7 +173,8 @@ def test_the_predicted_peak_is_the_measured_one(sets: list[int]) -> None:
     plan = chunked_plan(profile(case), sets, budget_bytes=0)
     with remat.apply(case.model, plan):
         case.run(case.model).backward()  # compiled
-        above = counted_peak(case, case.model)
+        with no_row_ignored():  # the most that any labels take
+            above = counted_peak(case, case.model)
     predicted = plan.predicted_peak_bytes - plan.profile.step.resident
     assert above <= predicted <= 1.02 * above
 

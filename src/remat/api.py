@@ -82,11 +82,12 @@ def profile(
                 f"compile={compile!r} needs the device: compiled blocks are measured, not estimated; leave "
                 "device= or compile= out"
             )
+        allowed = _actions(allow, offload=True)
         with showing("remat: estimating a step") as progress:
             return estimate_profile(
                 model, batch, device, loss=loss, optimizer=optimizer,  # type: ignore[arg-type]
                 accumulate=accumulate, dtype=dtype, progress=progress,
-                offload=Action.OFFLOAD in _actions(allow, offload=True),
+                offload=Action.OFFLOAD in allowed, chunk=Action.CHUNK in allowed,
             )  # fmt: skip
     if dtype is not None:
         raise InputError("dtype= belongs to an estimate (device=...); cast the model itself: model.to(dtype)")

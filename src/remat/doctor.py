@@ -424,12 +424,13 @@ def _head(patient: _Patient) -> Iterator[Finding]:
     from remat.planner.simulate import simulate
 
     peak = simulate(plan.profile, plan.choices).peak
+    names = "" if plan.profile.names_head else "give the model get_output_embeddings() for its head, and "
     if peak.call < 0 and "head" in peak.label and peak.working > plan.predicted_peak_bytes // 4:
         yield Finding(
             NOTE,
             "Logits decide the peak",
             f"{format_bytes(peak.working)} of {format_bytes(peak.peak_bytes)} at the peak are head and loss",
-            'allow "chunk": head and loss then run in chunks, equal within rounding',
+            f'{names}allow "chunk": head and loss then run in chunks, equal within rounding',
         )
 
 

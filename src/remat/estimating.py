@@ -79,6 +79,10 @@ _LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(__file__))
 _LEVELS = 16  # shares of a region's saved bytes that a recipe is sought for
 _HOST = torch.device("cpu")  # where fake tensors live
 _ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+_NO_CHUNKS = (
+    'chunks are not estimated, though "chunk" is allowed: fit on the device itself measures them, and may '
+    "get by with less memory than this"
+)
 _ACCUMULATOR_BYTES = 4  # per element of the queries, while a fused kernel runs attention backward
 
 
@@ -92,6 +96,7 @@ def estimate_profile(
     accumulate: bool | int = False,
     dtype: torch.dtype | None = None,
     offload: bool = True,
+    chunk: bool = False,
     progress: Progress = lambda doing: None,
 ) -> Profile:
     """What one training step would take on `device` (a name like "h100-80gb", or a Device with your numbers).
@@ -100,7 +105,8 @@ def estimate_profile(
     exists is used as it is, and left so). `batch` is a function that makes the batch, or the batch.
     `optimizer` is the name of a torch optimizer ("adamw") or a function that makes one from parameters.
     `dtype` is what parameters and buffers are cast to, as model.to(dtype) would. `offload`: also ways that
-    send tensors to the host, where the device's link is known.
+    send tensors to the host, where the device's link is known. `chunk`: a note says that chunks are not
+    estimated.
     """
     target = find_device(device)
     mode = new_mode()
@@ -113,13 +119,14 @@ def estimate_profile(
         with faking(mode, accelerator=target.type != "cpu") as kernels, untouched(net), quiet(net):
             job = _Estimate(net, _batch(batch), loss, target, kernels, progress, _link(target, offload))
             try:
-                return job.profile(held, accumulate is True or accumulate > 1)
+                found = job.profile(held, accumulate is True or accumulate > 1)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise _reads_values(net, error) from error
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
                 raise _does_not_run(net, error) from error
+    return replace(found, notes=(*found.notes, _NO_CHUNKS)) if chunk else found
 
 
 def _reads_values(model: nn.Module, error: Exception) -> InputError:

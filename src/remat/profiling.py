@@ -155,6 +155,7 @@ def build_profile(request: Request, progress: Progress) -> Profile:
         chunks = None
         if request.chunk:
             chunks = _chunked_step(request, blocks, found, kinds, seconds, device, progress)
+            notes += [chunks] if isinstance(chunks, str) else []
     step = replace(step, outputs=whole.output_bytes)
     calls = tuple(region_call(sighting) for sighting in found.sightings)
     if device.type == "cuda":  # a host's timings are too noisy for that
@@ -177,7 +178,8 @@ def build_profile(request: Request, progress: Progress) -> Profile:
             *_compiler_notes(request, calls, kinds, seconds),
             *notes,
         ),
-        head=chunks,
+        head=None if isinstance(chunks, str) else chunks,
+        names_head=find_head(model) is not None,
         one_graph=request.one_graph and any(kind.compiler for kind in kinds),
         link=None if host is None else host.rates,
         host_limit_bytes=None if host is None else host.host_limit_bytes,
@@ -322,19 +324,24 @@ def _chunked_step(
     seconds: float,
     device: torch.device,
     progress: Progress,
-) -> HeadChunks | None:
-    """The same with the head in chunks; None if there is no head, or it did not come to that. `seconds`: of
-    the fastest step with the head as it is."""
+) -> HeadChunks | str:
+    """The same with the head in chunks; why not, if there is no head, or it did not come to that. `seconds`:
+    of the fastest step with the head as it is."""
     head = find_head(request.model)
     if head is None:
-        return None
+        return (
+            f"head and loss do not run in chunks: {type(request.model).__name__} does not name its head; "
+            "give it a method get_output_embeddings() that returns the module that makes the logits"
+        )
     progress("measuring a step with head and loss in chunks")
     compiled = [s.name for s in found.sightings if kinds[s.species].compiler]
     with chunk_head(request.model, head=head[0]) as handle, calls_of(request.model, compiled) as called:
         with no_row_ignored():  # other batches ignore other labels
             whole = _whole_step(request, blocks, found, device)
-        if not handle.counts.losses or handle.counts.materialised:
-            return None
+        counts = handle.counts
+        if not counts.losses or counts.materialised:
+            why = counts.reason or "no F.cross_entropy is computed from its logits"
+            return f"head and loss do not run in chunks: {head[0]}: {why}"
     sets = [kind.menu[_timed_entry(kind)] for kind in kinds]
     pairs = _PAIRS_LONG if ranks.agree(seconds) > _LONG_SECONDS else _PAIRS
     try:

@@ -393,6 +393,7 @@ class Profile(Saveable):
     notes: tuple[str, ...] = ()
     head: HeadChunks | None = None  # measured only if Action.CHUNK is allowed
     chunked: bool = False  # segments and seconds are those of `head`
+    names_head: bool = False  # the model says which module its head is, and there it can be measured so
     link: LinkRates | None = None  # to the host, measured only if Action.OFFLOAD is allowed
     host_limit_bytes: int | None = None  # what may wait on the host at one time; None: not known
     passing: tuple[int, ...] = ()  # boundaries made outside of regions, held in backward by who reads them

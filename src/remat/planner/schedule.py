@@ -240,9 +240,12 @@ def _out_of_reach(
         hints.append("compile blocks one by one with compile=True, which may also offload")
     elif Action.OFFLOAD not in allow and any(e.host_bytes for kind in profile.kinds for e in kind.menu):
         hints.append("allow offload")
-    if Action.CHUNK not in allow and point.call < 0 and "head" in point.label:
+    if point.call < 0 and "head" in point.label and not profile.environment.estimated:
         rest = ", the rest as one graph" if profile.one_graph else ""
-        hints.append(f'allow "chunk" (head and loss in chunks{rest})')
+        if Action.CHUNK not in allow and profile.names_head:
+            hints.append(f'allow "chunk" (head and loss in chunks{rest})')
+        elif Action.CHUNK in allow and not profile.names_head:
+            hints.append('give the model a get_output_embeddings() that returns its head, for "chunk"')
     if point.phase is Phase.OPTIMIZER and point.working:
         hints.append("give the optimizer foreach=False, or fused=True")
     if largest in ("kept for backward", "working memory") and point.phase is not Phase.OPTIMIZER:

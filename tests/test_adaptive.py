@@ -243,6 +243,8 @@ def test_a_batch_somewhat_larger_than_the_largest_measured():
         assert counted_peak(model, batch, lambda: model(**batch).loss.backward()) <= budget
         assert_equal(expected, gradients(model))
         assert max(handle.sizes) == 192
+        assert not handle._family.stepped  # an ordinary model is taken for one
+        assert handle._chart.rows_as_length
 
 
 def test_a_graph_that_does_not_fit_is_found_out_within_the_budget(small, monkeypatch):
@@ -631,6 +633,77 @@ class Rows(nn.Module):
         for block in self.blocks:
             x = x + block(x)
         return x.square().mean()
+
+
+class Tower(nn.Module):
+    """Text, with an image beside each row, or padded inside to whole windows."""
+
+    def __init__(self, window=1, image=0, width=32, depth=2):
+        super().__init__()
+        self.window, self.image = window, image
+        self.embed, self.head = nn.Embedding(64, width), nn.Linear(width, 64)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(depth)
+        )
+
+    def forward(self, input_ids, labels, pixels=None):
+        x = self.embed(input_ids)
+        x = nn.functional.pad(x, (0, 0, 0, -x.shape[1] % self.window))
+        x = x if pixels is None else torch.cat([pixels, x], 1)
+        for block in self.blocks:
+            x = x + block(x)
+        start = 0 if pixels is None else pixels.shape[1]
+        logits = self.head(x[:, start : start + labels.shape[1]])
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    def batch(self, length, rows=1):
+        pixels = torch.randn(rows, self.image, 32, generator=torch.Generator().manual_seed(rows))
+        return tokens(length, rows) | ({"pixels": pixels} if self.image else {})
+
+
+def within_or_refused(model, batch, budget):
+    """Whether it ran: then within the budget, with the gradients of the untouched model."""
+    with bypass():
+        model(**batch).backward()
+    expected = gradients(model)
+    with LiveBytes() as live:
+        live.watch([*model.parameters(), *batch.values()])
+        live.reset_peak()
+        try:
+            model(**batch).backward()
+        except remat.BudgetError:
+            assert all(p.grad is None for p in model.parameters())
+            return False
+    assert live.peak_bytes <= budget, (live.peak_bytes / budget, batch["input_ids"].shape)
+    assert_equal(expected, gradients(model))
+    return True
+
+
+def test_more_rows_of_a_shorter_length_with_an_image_beside_each():
+    """Twice the rows and half the length are twice the images."""
+    torch.manual_seed(0)
+    model = Tower(image=64)
+    budget = int(1.3 * full_peak(remat.profile(model, model.batch(240, 2))))
+    with remat.fit(model, model.batch(240, 2), budget, adaptive=True) as handle:
+        assert not handle._chart.rows_as_length
+        shapes = [(2, 240), (3, 160), (3, 100), (16, 30), (20, 24), (2, 240)]
+        ran = [within_or_refused(model, model.batch(length, rows), budget) for rows, length in shapes]
+    assert ran == [True, True, True, False, False, True]
+
+
+def test_a_model_that_pads_inside():
+    """Just above a step no chord holds; beyond the largest length nothing is known."""
+    torch.manual_seed(0)
+    model = Tower(window=64)
+    budget = int(1.05 * full_peak(remat.profile(model, model.batch(256))))
+    with remat.fit(model, model.batch(256), budget, adaptive=True) as handle:
+        assert handle._family.stepped
+        assert any("in steps" in event.text for event in handle.stats.events)
+        for length in (256, 193, 129, 100, 65, 20):
+            assert within_or_refused(model, model.batch(length), budget)
+        with pytest.raises(remat.BudgetError, match=r"grows in steps.*fit with the largest batch"):
+            model(**model.batch(257))
 
 
 def test_rows_vary_where_there_is_no_sequence():

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from remat.planner.schedule import with_chunks
-from remat.planner.sizes import MisfitError, chord, family, polynomial, template, without_recipes
+from remat.planner.sizes import MisfitError, chord, family, polynomial, template, with_rows, without_recipes
 from remat.records import (
     Entry,
     Environment,
@@ -180,6 +180,37 @@ def test_another_step_at_another_size_is_no_family():
         family([(168, profile_of(168)), (680, profile_of(680, regions=3))])
 
 
+def test_where_memory_goes_in_steps_the_next_measured_size_is_taken():
+    made = replace(family([(n, profile_of(n)) for n in SIZES]), stepped=True)
+    assert made.profile_at(169).segments == profile_of(680).segments
+    assert made.profile_at(680).segments == profile_of(680).segments
+    assert made.profile_at(10).segments == profile_of(168).segments
+
+
+def test_more_rows_take_more_of_all_but_gradients():
+    measured = profile_of(100)
+    segments = tuple(
+        replace(s, start_bytes=s.start_bytes + 7 * i, peak_bytes=s.peak_bytes + 7 * i,
+                end_bytes=s.end_bytes + 7 * (i + 1), gradient_bytes=7 * (i + 1))
+        for i, s in enumerate(measured.segments)
+    )  # fmt: skip
+    found = with_rows(replace(measured, segments=segments), 2.5, 30)
+    expected = profile_of(250)
+    gained = [s.gradient_bytes for s in segments]
+    assert [s.gradient_bytes for s in found.segments] == gained
+    assert [s.end_bytes - g for s, g in zip(found.segments, gained, strict=True)] == [
+        s.end_bytes for s in expected.segments
+    ]
+    assert [s.peak_bytes - g for s, g in zip(found.segments, [0, *gained], strict=False)] == [
+        s.peak_bytes for s in expected.segments
+    ]
+    assert [e.backward_peak_bytes for e in found.kinds[0].menu] == [
+        e.backward_peak_bytes for e in expected.kinds[0].menu
+    ]
+    assert found.step.parameters == measured.step.parameters
+    assert found.step.other == measured.step.other + 30
+
+
 def test_without_recipes():
     assert [e.mode for e in without_recipes(profile_of(5)).kinds[0].menu] == [Mode.KEEP, Mode.FULL]
 
@@ -210,6 +241,13 @@ CHART = Chart.of([shapes(4, n) for n in (2048, 168, 680)])
 )
 def test_where_a_batch_lies(given, place):
     assert CHART.place(given) == place
+
+
+def test_rows_are_counted_apart_where_each_has_more_than_its_length():
+    chart = replace(CHART, rows_as_length=False)
+    assert chart.place(shapes(8, 500)) == Place(500, False, 2.0)
+    assert chart.place(shapes(2, 500)) == Place(500, False)
+    assert chart.place(shapes(4, 500)) == Place(500, True)
 
 
 def test_a_dimension_that_never_varied_may_not_grow():

@@ -35,10 +35,10 @@ from remat.planner.bounds import least_budget
 from remat.planner.link import host_bytes
 from remat.planner.schedule import refusal, schedule
 from remat.planner.simulate import Point, simulate
-from remat.planner.sizes import MisfitError, without_recipes
+from remat.planner.sizes import MisfitError, with_rows, without_recipes
 from remat.planner.ties import disagreement
 from remat.profiling import device_of
-from remat.records import Action, Kind, Mode, Phase, Plan, Recipe
+from remat.records import Action, Kind, Mode, Phase, Plan, Profile, Recipe
 from remat.run.journal import Event
 from remat.run.monitor import Monitor, fragmentation_advice, read_device
 from remat.run.offload import Engine
@@ -61,7 +61,7 @@ from remat.sending import (
 from remat.show.text import Report
 from remat.sizing import Measured, chart_and_family
 from remat.stencil import Stencil, stencil
-from remat.trace.sizes import Place, Shapes, growth_between, shapes_of, text
+from remat.trace.sizes import Place, Shapes, elements, growth_between, shapes_of, text
 from remat.units import format_bytes
 
 __all__ = ["FIRST_STEP_BYTES", "AdaptiveHandle"]
@@ -75,6 +75,7 @@ _PIECE_BYTES = 2**19  # of each tensor's piece, that the allocator leaves unused
 _NOTCH = 0.9  # of the limit, for each tightening
 _FAILURES = 3  # sizes at which recipes did not fit, before they are tried at no other
 _OFTEN = 8  # times that a shape has come before its recipes are compiled for it alone
+_ELEMENT_BYTES = 8  # of a batch, at the most
 _LOOK_EVERY = 8  # steps between two looks at the device
 
 
@@ -153,11 +154,12 @@ class AdaptiveHandle(Handle):
         self._notch = 0
         self._limit: int | None = None  # below the notch, after a real shortage
         self._ready: OrderedDict[tuple[Shapes, int], _Ready] = OrderedDict()
-        self._plans: OrderedDict[tuple[int, bool, int], _Planned] = OrderedDict()
+        self._plans: OrderedDict[tuple[int, bool, int, float], _Planned] = OrderedDict()
         self._stencils: dict[Any, Stencil] = {}
         self._confirmed: set[Shapes] = {measured.knots[0].shapes}  # recipes have run at these
         self._refused: set[Shapes] = set()  # and did not fit at these
         self._longest = self._family.sizes[-1]  # that was measured or has run: its output may still be held
+        self._held = 0  # the same of batches with more rows, in bytes
         self._now: tuple[Shapes, int] | None = None
         self._read = shapes_of(self.model)
         self._monitor = Monitor(self._budget)
@@ -216,7 +218,7 @@ class AdaptiveHandle(Handle):
     @property
     def plans(self) -> dict[int, Plan]:
         """Those that are ready, by the size that they were made for; smaller inputs run under them, too."""
-        with_recipes_last = sorted(self._plans, key=lambda key: key[1])
+        with_recipes_last = sorted((key for key in self._plans if key[3] == 1), key=lambda key: key[1])
         return {key[0]: self._plans[key].plan for key in with_recipes_last}
 
     @property
@@ -296,9 +298,17 @@ class AdaptiveHandle(Handle):
         """The output of the longest batch so far is there in the next forward: plans that do not know of it
         are made again."""
         place = self._place_of(key[0])
-        if place is None or place.size <= self._longest:
+        if place is None or ready.plan is None:
             return
-        self._longest = place.size
+        if place.rows > 1:
+            held = self._outputs(ready.plan.profile)
+            if held <= self._held:
+                return
+            self._held = held
+        elif place.size <= self._longest:
+            return
+        else:
+            self._longest = place.size
         self._ready.clear()
         self._plans.clear()
         self._ready[key] = ready
@@ -364,7 +374,7 @@ class AdaptiveHandle(Handle):
                 if not self._check:
                     raise self._unchecked(place.size, needed)
                 return ready
-        made = self._plan(place.size, False).plan
+        made = self._plan(place.size, False, place.rows).plan
         tables = {
             call.name: Table.whole(call.tower)
             for index, call in enumerate(made.profile.calls)
@@ -379,6 +389,7 @@ class AdaptiveHandle(Handle):
         outputs = longest.step.outputs
         if profile.chunked and longest.head is not None:
             outputs = longest.head.output_bytes
+        outputs = max(outputs, self._held)
         if outputs <= profile.step.outputs:
             return True
         after = replace(profile, step=replace(profile.step, outputs=outputs))
@@ -423,6 +434,8 @@ class AdaptiveHandle(Handle):
 
     def _trusts(self, size: int) -> bool:
         """Whether recipes may be tried here: not if they mostly failed at sizes that were not measured."""
+        if self._family.stepped:  # graphs go in steps, too
+            return size in self._family.sizes
         failed = len(self._refused)
         return size in self._family.sizes or failed < _FAILURES or len(self._confirmed) > failed
 
@@ -563,14 +576,14 @@ class AdaptiveHandle(Handle):
                 return False
         return True
 
-    def _plan(self, size: int, recipes: bool) -> _Planned:
+    def _plan(self, size: int, recipes: bool, rows: float = 1.0) -> _Planned:
         """The plan for the next larger of a row of sizes, or for this one if that is out of reach."""
         edge = self._edge(size)
         for target in (edge, size) if edge != size else (size,):
-            key = (target, recipes, self._notch)
+            key = (target, recipes, self._notch, rows)
             if key not in self._plans:
                 try:
-                    made = self._made(target, recipes)
+                    made = self._made(target, recipes, rows)
                 except BudgetError:
                     if target == size:
                         raise
@@ -589,8 +602,15 @@ class AdaptiveHandle(Handle):
         octaves = _floor_log2(largest / size * (1 + 1e-9), _PER_OCTAVE)
         return max(int(largest / 2 ** (octaves / _PER_OCTAVE)), size)
 
-    def _made(self, size: int, recipes: bool) -> Plan:
+    def _made(self, size: int, recipes: bool, rows: float) -> Plan:
+        self._refuse_another_step(size)
         found = self._family.profile_at(size, self._longest)
+        if rows > 1:
+            batch_bytes = math.ceil(_ELEMENT_BYTES * (rows - 1) * elements(self._chart.shapes[-1]))
+            found = with_rows(found, rows, batch_bytes)
+        if self._held > self._outputs(found):
+            head = found.head and replace(found.head, output_bytes=self._held)
+            found = replace(found, step=replace(found.step, outputs=self._held), head=head)
         found = found if recipes else without_recipes(found)
         limit, allow = self._limit_bytes(), self._fitted.allow
         if Action.OFFLOAD in allow:
@@ -605,7 +625,9 @@ class AdaptiveHandle(Handle):
             # the other half for a fit at what is said to be needed, which may see a little more.
             margin = MARGIN if size > self._family.sizes[-1] else 0.0
             if least * (1 + margin / 2) > self._budget and not self._is_tightened():
-                where = f"This batch is of size {size}; what was measured: {list(self.sizes)}. {error.where}"
+                times = f", with {rows:.3g} times the rows" if rows > 1 else ""
+                where = f"This batch is of size {size}{times}; what was measured: {list(self.sizes)}. "
+                where += error.where
                 if size < self._longest and self._longest > self._family.sizes[-1]:
                     where += f", after a batch of size {self._longest} whose output may still be held"
                 hints = error.hints
@@ -613,6 +635,25 @@ class AdaptiveHandle(Handle):
                     hints = ("free host memory", *(hint for hint in hints if hint != "allow offload"))
                 raise refusal(self._budget, math.ceil(least * (1 + margin)), hints, where) from None
         return replace(made, budget_bytes=self._budget)
+
+    def _refuse_another_step(self, size: int) -> None:
+        """Where memory grows in steps, what lies beyond the largest size is not known."""
+        largest = self._family.sizes[-1]
+        if not self._family.stepped or size <= largest:
+            return
+        needed = least_budget(self._family.profile_at(2 * size), self._fitted.allow)
+        raise BudgetError(
+            f"this batch is of size {size}, the largest that was measured of {largest}, and memory of this "
+            "model grows in steps, of which the next may be anywhere: fit with the largest batch; a budget "
+            f"of {format_bytes(needed)} may do for it",
+            needed=needed,
+            hints=("fit with the largest batch",),
+        )
+
+    @staticmethod
+    def _outputs(profile: Profile) -> int:
+        head = 0 if profile.head is None else profile.head.output_bytes
+        return max(profile.step.outputs, head)
 
     def _is_tightened(self) -> bool:
         return self._notch > 0 or self._limit is not None

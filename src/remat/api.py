@@ -36,9 +36,9 @@ from remat.run.recover import remembered_bytes
 from remat.run.region import PlannedRegion
 from remat.run.wrap import wrapped
 from remat.show.progress import showing
-from remat.sizing import measure_sizes, one_call_a_step
+from remat.sizing import Trials, measure_sizes, one_call_a_step
 from remat.trace.discover import find_blocks
-from remat.trace.sizes import smaller_batches
+from remat.trace.sizes import doubled, lengths_to_try, smaller_batches
 from remat.units import parse_bytes
 
 __all__ = ["Handle", "apply", "fit", "plan", "profile", "verify"]
@@ -167,7 +167,7 @@ def fit(
     batch = ranks.largest(batch, signature(batch))
     request = _request(model, batch, loss, step, optimizer, accumulate, allowed, compile)
     request = replace(request, parts=request.parts and adaptive is False)
-    others = _other_sizes(model, batch, loss, step, adaptive, request.output)
+    others, trials = _other_sizes(model, batch, loss, step, adaptive, request.output)
     if adaptive is not False and request.compiler:
         raise InputError(
             "adaptive plans do not compile blocks: every new size would compile them again; leave out "
@@ -184,7 +184,7 @@ def fit(
             handle = fitted(request, found, budget_bytes, allowed, check, progress)
             handle.on_event = on_event
             return handle
-        measured = measure_sizes(request, found, others, progress)
+        measured = measure_sizes(request, found, others, trials, progress)
         room = FIRST_STEP_BYTES + remembered_bytes(model, device_of(model))  # handle.step shall find it
         try:
             handle = fitted(request, found, budget_bytes - room, allowed, check, progress)
@@ -405,10 +405,10 @@ def _other_sizes(
     step: Step | None,
     adaptive: bool | Sequence[Any],
     output: Output | None,
-) -> list[tuple[Step, str, int]]:
-    """Batches of other sizes to measure, each with a function that runs it."""
+) -> tuple[list[tuple[Step, str, int]], Trials]:
+    """Batches of other sizes to measure, each with a function that runs it, and what is only tried."""
     if adaptive is False:
-        return []
+        return [], Trials()
     if adaptive is not True and not isinstance(adaptive, (list, tuple)):
         raise InputError(
             f"adaptive={adaptive!r}; say True, or give a list of batches of other sizes to measure"
@@ -426,9 +426,15 @@ def _other_sizes(
         with quietly():
             return _run(model, other, loss, step, output)
 
-    return [
+    others: list[tuple[Step, str, int]] = [
         (SeededRun(partial(run, other)), signature(other), _batch_bytes(model, other)) for other in batches
     ]
+    given = batches if batch is None else [batch]
+    if not given:
+        return others, Trials()
+    longest = max(given, key=partial(_batch_bytes, model))
+    made = lengths_to_try(longest), doubled(longest) or ()
+    return others, Trials(*(tuple(SeededRun(partial(run, trial)) for trial in part) for part in made))
 
 
 def _batch_bytes(model: nn.Module, batch: Any) -> int:

@@ -10,16 +10,22 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import ranks
+from remat.check.live import storages_of
 from remat.check.untouched import remember_random_state, untouched
 from remat.errors import InputError
-from remat.planner.sizes import Family, MisfitError, family
+from remat.planner.sizes import Family, MisfitError, chord, family
 from remat.profiling import Request, build_profile
 from remat.records import Plan, Profile
+from remat.run.quiet import quiet
 from remat.trace.sizes import Chart, Shapes, shapes_of, text
+from remat.trees import tensors
 
-__all__ = ["Knot", "Measured", "chart_and_family", "measure_sizes", "one_call_a_step"]
+__all__ = ["Knot", "Measured", "Trials", "chart_and_family", "measure_sizes", "one_call_a_step"]
+
+_TOLERANCE = 0.002  # of what operations make: within what adaptive plans leave free
 
 
 @dataclass(frozen=True)
@@ -31,21 +37,34 @@ class Knot:
 
 
 @dataclass(frozen=True)
+class Trials:
+    """Steps that run forward only. `lengths`: at lengths that models may pad; `doubled`: a short one with its
+    rows twice, and one of twice that length; none where the batch has no sequences."""
+
+    lengths: tuple[Callable[[], torch.Tensor], ...] = ()
+    doubled: tuple[Callable[[], torch.Tensor], ...] = ()
+
+
+@dataclass(frozen=True)
 class Measured:
     """What `fit` measured: the step itself first, then other sizes of it."""
 
     knots: tuple[Knot, ...]
     notes: tuple[str, ...] = ()
+    stepped: bool = False  # memory does not lie below the chords between the sizes
+    rows_as_length: bool = True  # see Chart
 
 
 def measure_sizes(
     request: Request,
     found: Profile,
     runs: Sequence[tuple[Callable[[], torch.Tensor], str, int]],
+    trials: Trials,
     progress: Callable[[str], None],
 ) -> Measured:
     """Profile the same step with other batches: (run, signature, bytes of the batch) each. One that does not
     run on every rank, or differs in more than numbers, is left out and named."""
+    used = [request.run]
     knots = [Knot(ranks.agree(_shapes_seen(request.model, request.run)), found)]
     notes: list[str] = []
     for run, signature, batch_bytes in runs:
@@ -58,7 +77,81 @@ def measure_sizes(
             notes.append(f"{signature} cannot be measured ({problem})")
         else:
             knots.append(ranks.agree(Knot(shapes, profile)))
-    return Measured(tuple(knots), tuple(notes))
+            used.append(run)
+    chart = Chart.of([knot.shapes for knot in knots])
+    if chart is None or len(chart.shapes) == 1:
+        return Measured(tuple(knots), tuple(notes))
+    progress("trying lengths between the measured sizes")
+    made = {knot.shapes: _bytes_made(request.model, run) for knot, run in zip(knots, used, strict=True)}
+    stepped = not _below_chords(request.model, chart, made, trials.lengths)
+    if stepped:
+        notes.append(
+            "memory grows in steps with the length, as of a model that pads inside: a length that was not "
+            "measured is planned as the next larger one that was (adaptive=[...] takes more to measure)"
+        )
+    return Measured(tuple(knots), tuple(notes), stepped, _rows_as_length(request.model, trials.doubled))
+
+
+def _below_chords(
+    model: nn.Module,
+    chart: Chart,
+    measured: dict[Shapes, int | None],
+    trials: Sequence[Callable[[], torch.Tensor]],
+) -> bool:
+    """Whether what operations make at other lengths lies below the chords between the measured ones."""
+    at_sizes = [measured[shapes] for shapes in chart.shapes]
+    values = [made for made in at_sizes if made is not None]
+    if len(values) < len(at_sizes):
+        return False
+    for run in trials:
+        shapes, problem = _on_all_ranks(partial(_shapes_seen, model, run))
+        place = None if problem else chart.place(ranks.agree(shapes))
+        if place is None or not place.exact or not chart.sizes[0] < place.size < chart.sizes[-1]:
+            continue
+        made = _bytes_made(model, run)
+        if made is None or made > chord(chart.sizes, values, place.size) * (1 + _TOLERANCE):
+            return False
+    return True
+
+
+def _rows_as_length(model: nn.Module, runs: Sequence[Callable[[], torch.Tensor]]) -> bool:
+    if not runs:
+        return False
+    more_rows, longer = (_bytes_made(model, run) for run in runs)
+    return more_rows is not None and longer is not None and more_rows <= longer * (1 + _TOLERANCE)
+
+
+class _BytesMade(TorchDispatchMode):
+    """Adds up the bytes of all tensors that operations make."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {storage._cdata for tensor in tensors([args, kwargs]) for storage, _ in storages_of(tensor)}
+        out = func(*args, **(kwargs or {}))
+        found = {s._cdata: s.nbytes() for tensor in tensors([out]) for s, _ in storages_of(tensor)}
+        self.total += sum(nbytes for storage, nbytes in found.items() if storage not in given)
+        return out
+
+
+def _bytes_made(model: nn.Module, run: Callable[[], torch.Tensor]) -> int | None:
+    """By a forward, which holds none of it; None if it does not run."""
+
+    made = _BytesMade()
+
+    def forward() -> None:
+        with untouched(model), quiet(model), torch.no_grad(), made:
+            run()
+
+    try:
+        _, problem = _on_all_ranks(forward)
+    except torch.OutOfMemoryError:
+        return None
+    return None if problem else ranks.most(made.total)
 
 
 def _on_all_ranks(call: Callable[[], Any]) -> tuple[Any, str]:
@@ -161,4 +254,5 @@ def chart_and_family(measured: Measured, fitted: Plan) -> tuple[Chart, Family, t
         made = family([(size, by_shapes[s]) for size, s in zip(chart.sizes, chart.shapes, strict=True)])
     except MisfitError as error:
         return single, alone, (f"the step is another one at other sizes: {error}",)
-    return chart, made, made.notes
+    chart = replace(chart, rows_as_length=measured.rows_as_length)
+    return chart, replace(made, stepped=measured.stepped), made.notes

@@ -1,7 +1,8 @@
 """One step at several sizes: what was measured at a few of them, and what that says of all the others.
 
 Two kinds of numbers change with the size of a batch. Bytes and seconds are read off the chords between the
-measured sizes: a sum of products of lengths is convex, so a chord is never below it. The numbers inside a
+measured sizes: a sum of products of lengths is convex, so a chord is never below it. Where memory grows in
+steps (a model that pads inside), those of the next larger measured size are taken. The numbers inside a
 region's graph (shapes, strides, arguments) must be right to the last digit: they are polynomials of the size,
 found through the measured sizes, and a result that is no whole number is refused. Whoever runs such a graph
 compares it with what is really there; nothing here is taken on trust.
@@ -18,9 +19,18 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, TypeVar
 
-from remat.records import Entry, Kind, Mode, Profile, RegionGraph, StepBytes
+from remat.records import Entry, Kind, Mode, Profile, RegionGraph, Segment, StepBytes
 
-__all__ = ["Family", "MisfitError", "chord", "family", "polynomial", "template", "without_recipes"]
+__all__ = [
+    "Family",
+    "MisfitError",
+    "chord",
+    "family",
+    "polynomial",
+    "template",
+    "with_rows",
+    "without_recipes",
+]
 
 _T = TypeVar("_T")
 _QUANTITIES = ("bytes", "seconds")  # fields whose name ends so are measured; all others say what is what
@@ -179,11 +189,12 @@ def _blend(sizes: Sequence[int], values: Sequence[Any], size: int, quantity: boo
 
 @dataclass(frozen=True)
 class Family:
-    """The same step, measured at `sizes` (ascending), with the same menus."""
+    """The same step, measured at `sizes` (ascending), with the same menus. `stepped`: no chord holds."""
 
     sizes: tuple[int, ...]
     profiles: tuple[Profile, ...]
     notes: tuple[str, ...] = ()
+    stepped: bool = False
 
     def profile_at(self, size: int, before: int = 0) -> Profile:
         """What the step takes at this size: never too little between the measured sizes. Its regions have no
@@ -192,6 +203,8 @@ class Family:
         return _after_the_largest(self._alone(size), largest)
 
     def _alone(self, size: int) -> Profile:
+        if self.stepped:
+            size = next((measured for measured in self.sizes if measured >= size), size)
         if size in self.sizes:
             return self.profiles[self.sizes.index(size)]
         bare = [_bare(profile, self.profiles[-1]) for profile in self.profiles]
@@ -309,6 +322,68 @@ def _after_the_largest(profile: Profile, largest: Profile) -> Profile:
         head = replace(head, output_bytes=max(head.output_bytes, largest.head.output_bytes))
     outputs = max(profile.step.outputs, largest.step.outputs)
     return replace(profile, step=replace(profile.step, outputs=outputs), head=head)
+
+
+def with_rows(profile: Profile, rows: float, batch_bytes: int) -> Profile:
+    """The same with so many times the rows, of which each takes all that is not a gradient; `batch_bytes` is
+    what the larger batch has beyond this one."""
+
+    def times(nbytes: int) -> int:
+        return math.ceil(nbytes * rows)
+
+    def larger(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
+        found, before = [], 0
+        for segment in segments:
+            after = segment.gradient_bytes
+            found.append(
+                replace(
+                    segment,
+                    start_bytes=before + times(segment.start_bytes - before),
+                    peak_bytes=before + times(segment.peak_bytes - before),
+                    end_bytes=after + times(segment.end_bytes - after),
+                )
+            )
+            before = after
+        return tuple(found)
+
+    def entry(one: Entry) -> Entry:
+        return replace(
+            one,
+            resident_bytes=times(one.resident_bytes),
+            forward_peak_bytes=times(one.forward_peak_bytes),
+            backward_peak_bytes=times(one.backward_peak_bytes),
+            host_bytes=times(one.host_bytes),
+            extra_seconds=one.extra_seconds * rows,
+        )
+
+    kinds = (
+        replace(
+            kind,
+            menu=tuple(map(entry, kind.menu)),
+            saved_bytes=times(kind.saved_bytes),
+            forward_seconds=kind.forward_seconds * rows,
+            backward_seconds=kind.backward_seconds * rows,
+            device_seconds=kind.device_seconds * rows,
+        )
+        for kind in profile.kinds
+    )
+    head, step = profile.head, profile.step
+    if head is not None:
+        head = replace(
+            head,
+            segments=larger(head.segments),
+            step_seconds=head.step_seconds * rows,
+            output_bytes=times(head.output_bytes),
+        )
+    return replace(
+        profile,
+        kinds=tuple(kinds),
+        boundary_bytes=tuple(map(times, profile.boundary_bytes)),
+        segments=larger(profile.segments),
+        step_seconds=profile.step_seconds * rows,
+        step=replace(step, outputs=times(step.outputs), other=step.other + batch_bytes),
+        head=head,
+    )
 
 
 def without_recipes(profile: Profile) -> Profile:

@@ -15,7 +15,18 @@ from torch import nn
 from remat.check.step import tensors_of
 from remat.trees import map_tensors, tensors
 
-__all__ = ["Chart", "Place", "Shapes", "growth_between", "shapes_of", "smaller_batches", "text"]
+__all__ = [
+    "Chart",
+    "Place",
+    "Shapes",
+    "doubled",
+    "elements",
+    "growth_between",
+    "lengths_to_try",
+    "shapes_of",
+    "smaller_batches",
+    "text",
+]
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # name of a tensor -> its shape, sorted by name
 
@@ -58,10 +69,8 @@ def text(shapes: Shapes) -> str:
 
 def smaller_batches(batch: Any) -> list[Any]:
     """The beginning of this batch, along its sequences; along its rows where it has no sequences."""
-    given = [t for t in tensors_of(batch) if t.dim()]
-    lengths = {t.shape[1] for t in given if t.dim() == 2 and not t.is_floating_point()}
-    lengths = lengths or {t.shape[1] for t in given if t.dim() == 3}
-    if lengths and max(lengths) >= 3 * _LEAST_LENGTH:
+    given, lengths = _with_lengths(batch)
+    if lengths:
         made = [{n: _shorter(n, share, least) for n in lengths} for share, least in _SHARES]
         return [_along_sequences(batch, cut) for cut in made if max(cut.values()) < max(lengths)]
     rows = {t.shape[0] for t in given}
@@ -70,6 +79,39 @@ def smaller_batches(batch: Any) -> list[Any]:
     (count,) = rows
     fewer = sorted({max(count // 2, 1), max(count // 4, 1)} - {count}, reverse=True)
     return [_mapped(batch, lambda t, n=n: t.narrow(0, 0, n).clone() if t.dim() else t) for n in fewer]  # type: ignore[misc]
+
+
+def lengths_to_try(batch: Any) -> list[Any]:
+    """The same batch at lengths just above those that models pad to: 2^k + 1 and 3 * 2^k + 1."""
+    _, lengths = _with_lengths(batch)
+    if not lengths:
+        return []
+    longest = max(lengths)
+    steps = sorted({n + 1 for k in range(4, longest.bit_length()) for n in (2**k, 3 * 2 ** (k - 1))})
+    return [
+        _along_sequences(batch, {n: max(round(n * length / longest), 1) for n in lengths})
+        for length in steps
+        if length < longest
+    ]
+
+
+def doubled(batch: Any) -> tuple[Any, Any] | None:
+    """A short beginning of this batch with all of its rows twice, and one of twice that length; None where it
+    has no sequences."""
+    _, lengths = _with_lengths(batch)
+    if not lengths:
+        return None
+    short = {n: _shorter(n, *_SHARES[-1]) for n in lengths}
+    twice = _mapped(_along_sequences(batch, short), lambda t: torch.cat([t, t]) if t.dim() else t)
+    return twice, _along_sequences(batch, {n: 2 * cut for n, cut in short.items()})
+
+
+def _with_lengths(batch: Any) -> tuple[list[torch.Tensor], set[int]]:
+    """Its tensors, and the lengths of its sequences, if they are long enough to be cut."""
+    given = [t for t in tensors_of(batch) if t.dim()]
+    lengths = {t.shape[1] for t in given if t.dim() == 2 and not t.is_floating_point()}
+    lengths = lengths or {t.shape[1] for t in given if t.dim() == 3}
+    return given, lengths if lengths and max(lengths) >= 3 * _LEAST_LENGTH else set()
 
 
 def _shorter(length: int, share: float, least: int) -> int:
@@ -116,18 +158,23 @@ def _mapped(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 @dataclass(frozen=True)
 class Place:
     """Where a batch lies: `size` is a measured or imagined size that takes at least as much memory. `exact`:
-    it is that size in every dimension, so that graphs fit, not only bytes."""
+    it is that size in every dimension, so that graphs fit, not only bytes. `rows`: so many times what that
+    size takes."""
 
     size: int
     exact: bool
+    rows: float = 1.0
 
 
 @dataclass(frozen=True)
 class Chart:
     """Shapes that were measured, along one line: all dimensions that vary do so together, and `sizes` are the
-    values of the first of them. With one shape only, nothing is known to vary, and its size is called 1."""
+    values of the first of them. With one shape only, nothing is known to vary, and its size is called 1.
+    `rows_as_length`: twice the rows take no more than twice the length; not so where each row has something
+    beside its sequence (an image)."""
 
     shapes: tuple[Shapes, ...]  # by ascending size
+    rows_as_length: bool = True
 
     @classmethod
     def of(cls, shapes: Sequence[Shapes]) -> Chart | None:
@@ -170,18 +217,19 @@ class Chart:
             if number > measured[-1][i]:
                 if not first:
                     return None
-                # More rows of a shorter length: memory grows with rows as with length, or less.
                 rows = max(rows, number / measured[-1][i])
         if rows > 1 and not varying:
             return None
-        return Place(math.ceil(size * rows), exact and rows == 1)
+        if self.rows_as_length:
+            return Place(math.ceil(size * rows), exact and rows == 1)
+        return Place(size, exact and rows == 1, rows)
 
 
 def growth_between(measured: Shapes, given: Shapes) -> float:
     """How many times the memory of `measured` other inputs take at the most: as their rows grow, or as the
     square of what else does, be it one dimension or the number of all elements. At least 1."""
     known = dict(measured)
-    growth = max(1.0, (_elements(given) / max(_elements(measured), 1)) ** 2)
+    growth = max(1.0, (elements(given) / max(elements(measured), 1)) ** 2)
     firsts = max((shape[0] for shape in known.values()), default=1)
     others = max((number for shape in known.values() for number in shape[1:]), default=1)
     for name, shape in given:
@@ -193,7 +241,7 @@ def growth_between(measured: Shapes, given: Shapes) -> float:
     return growth
 
 
-def _elements(shapes: Shapes) -> int:
+def elements(shapes: Shapes) -> int:
     return sum(math.prod(shape) for _, shape in shapes)
 
 

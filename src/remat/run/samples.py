@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -109,16 +110,29 @@ def _rows(count: int) -> list[list[int]]:
 # ---------------------------------------------------------------------------------------------- torch.take
 
 
+class _Indices:
+    """Which elements, by phase: the same for all tensors with as many, in all recipes."""
+
+    def __init__(self, rows: list[list[int]], device: torch.device) -> None:
+        self.by_phase = tuple(torch.tensor(rows, dtype=torch.int64, device=device).unbind())
+
+
+_in_use: weakref.WeakValueDictionary[Any, _Indices] = weakref.WeakValueDictionary()
+
+
+def _indices(rows: list[list[int]], device: torch.device) -> _Indices:
+    key = (device, *map(tuple, rows))
+    found = _in_use.get(key)
+    return _in_use.setdefault(key, _Indices(rows, device)) if found is None else found
+
+
 class _Taken:
     def __init__(self, rows: Mapping[int, list[list[int]]], device: torch.device) -> None:
         self.places = tuple(rows)
-        self._indices = {
-            place: tuple(torch.tensor(row, dtype=torch.int64, device=device).unbind())
-            for place, row in rows.items()
-        }
+        self._indices = {place: _indices(of_place, device) for place, of_place in rows.items()}
 
     def expect(self, tensors: Sequence[torch.Tensor], phase: int) -> _TakenSamples:
-        indices = {place: rows[phase % PHASES] for place, rows in self._indices.items()}
+        indices = {place: found.by_phase[phase % PHASES] for place, found in self._indices.items()}
         return _TakenSamples(indices, {place: _take(tensors[place], indices[place]) for place in self.places})
 
 

@@ -11,6 +11,7 @@ import statistics
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -39,9 +40,10 @@ from remat.errors import RecomputeError
 from remat.planner.schedule import make_plan
 from remat.records import Mode, RegionGraph
 from remat.run import same, samples, spotcheck
+from remat.run.gather import SAMPLES, WORDS, Flag, Kernels
 from remat.run.recipe import compile_recipe
 from remat.run.region import PlannedRegion, Variant
-from remat.run.samples import PHASES, SAMPLES, Layout, Probes, probes
+from remat.run.samples import PHASES, Layout, Probes, probes
 from remat.run.spotcheck import SpotCheck
 
 
@@ -537,8 +539,16 @@ def layout_of(tensor: Tensor) -> Layout:
     return Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
-def _launch(
-    programs: int, stream: int, out: int, table: int, sizes: int, first: int, *addresses: int
+def _take(
+    programs: int,
+    stream: int,
+    out: int,
+    table: int,
+    sizes: int,
+    first: int,
+    back: int,
+    flag: int,
+    *addresses: int,
 ) -> None:
     """What the kernel does, by address."""
     for number in range(programs):
@@ -547,7 +557,16 @@ def _launch(
         for sample in range(SAMPLES):
             at = ctypes.c_int64.from_address(table + 8 * (row * SAMPLES + sample)).value
             read = ctypes.string_at(addresses[number] + at, size) if size else b""
-            ctypes.memmove(out + (row * SAMPLES + sample) * 8, read.ljust(8, b"\0"), 8)
+            place = out + (row * SAMPLES + sample) * 8
+            ctypes.memmove(place, read.ljust(8, b"\0"), 8)
+            if back and ctypes.string_at(place, 8) != ctypes.string_at(place + back, 8):
+                ctypes.c_int32.from_address(flag).value = 1
+
+
+def _unlike(programs: int, stream: int, one: int, other: int, count: int, flag: int) -> None:
+    assert count <= WORDS
+    if ctypes.string_at(one, 8 * count) != ctypes.string_at(other, 8 * count):
+        ctypes.c_int32.from_address(flag).value = 1
 
 
 @pytest.fixture(params=["taken", "gathered"])
@@ -558,11 +577,13 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Call
     return probes
 
 
-def gathers_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def gathers_by_address(monkeypatch: pytest.MonkeyPatch, take: Callable[..., None] = _take) -> Flag:
+    kernels = Kernels(take, _unlike, Flag())
     monkeypatch.setattr(samples, "can_fuse", lambda device: True)
-    monkeypatch.setattr(samples, "_gather", lambda device: _launch)
+    monkeypatch.setattr(samples, "_kernels", lambda device: kernels)
     monkeypatch.setattr(samples, "current_device_index", lambda: None)
     monkeypatch.setattr(samples, "current_stream_handle", lambda device: 0)
+    return kernels.flag
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
@@ -579,13 +600,103 @@ def test_gathered_samples_pass_what_is_right_and_catch_what_is_wrong(
     expected = train(copy.deepcopy(case.model), case.run)
     assert_planned_equals_plain(case.model, case.run, planned, expected)
     assert not fallbacks(planned)
-    assert samples._gathers(_launch, CPU)
+    assert samples._gathers(Kernels(_take, _unlike, Flag()), CPU)
 
-    def broken(programs: int, stream: int, out: int, *rest: int) -> None:
-        _launch(programs, stream, out, *rest)
-        ctypes.memset(out, 255, 1)
 
-    assert not samples._gathers(broken, CPU)
+def _takes_wrongly(programs: int, stream: int, out: int, *rest: int) -> None:
+    _take(programs, stream, out, *rest)
+    ctypes.memset(out, 255, 1)
+
+
+def _never_compares(*arguments: int) -> None:
+    _take(*arguments[:6], 0, *arguments[7:])
+
+
+def _always_raises(*arguments: int) -> None:
+    _take(*arguments)
+    ctypes.c_int32.from_address(arguments[7]).value = 1
+
+
+@pytest.mark.parametrize("take", [_takes_wrongly, _never_compares, _always_raises])
+def test_a_kernel_that_does_not_do_what_it_should_is_not_used(
+    take: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gathers_by_address(monkeypatch)
+    assert not samples._gathers(Kernels(take, _unlike, Flag()), CPU)
+    assert not samples._gathers(Kernels(_take, lambda *_: None, Flag()), CPU)
+
+
+class Event:
+    """Stands for one of CUDA's."""
+
+    waited = False
+
+    def synchronize(self) -> None:
+        self.waited = True
+
+
+@pytest.mark.parametrize("wrong", ["nothing", "a sample", "a checksum"])
+def test_kernels_raise_a_flag_that_is_read_when_backward_ends(
+    wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else is compared then, unless it is up; which it is until a pass found nothing wrong."""
+    flag = gathers_by_address(monkeypatch)
+    tensors = [torch.arange(4000.0 + n) for n in range(3)]
+    where = probes({place: layout_of(tensor) for place, tensor in enumerate(tensors)}, CPU)
+    compared = []
+
+    def differ(checks: list[SpotCheck]) -> bool:
+        compared.append(len(checks))
+        return spotcheck_differ(checks)
+
+    spotcheck_differ = spotcheck._differ
+    monkeypatch.setattr(spotcheck, "_differ", differ)
+
+    def backward(number: int, error: str) -> Event:
+        check = SpotCheck(tensors, where, str, phase=1, whole=[1])
+        running = spotcheck._Pass()
+        check._backward, check._running = -1, running  # as in a pass that is not one of autograd's
+        running.checks.append(check)
+        for place, tensor in enumerate(tensors):
+            rebuilt = tensor.clone()
+            if error == "a sample" and place == 2:
+                rebuilt += 1
+            if error == "a checksum" and place == 1:
+                rebuilt[1] += 1  # between samples
+            check.see(place, rebuilt)
+        running.mark, running.marked = (CPU, Event()), True
+        monkeypatch.setitem(spotcheck._running, number, running)
+        spotcheck._read(number)
+        return running.mark[1]
+
+    monkeypatch.setattr(spotcheck, "_beside", lambda running: nullcontext())
+    assert backward(-7, "nothing").waited
+    assert not compared
+    if wrong != "nothing":
+        with pytest.raises(RecomputeError, match="2" if wrong == "a sample" else "1"):
+            backward(-7, wrong)
+        assert compared == [1]
+        assert flag.is_up()
+        backward(-7, "nothing")
+        assert compared == [1, 1], "it was still up"
+    assert not flag.is_up()
+    backward(-7, "nothing")
+    assert len(compared) == (0 if wrong == "nothing" else 2)
+
+
+def test_a_flag_stays_up_while_another_pass_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    flag = gathers_by_address(monkeypatch)
+    tensors = [torch.arange(40.0)]
+    check = SpotCheck(tensors, probes({0: layout_of(tensors[0])}, CPU), str, phase=1)
+    running = spotcheck._Pass()
+    running.checks.append(check)
+    check._backward, check._running = -1, running
+    check.see(0, tensors[0].clone())
+    monkeypatch.setitem(spotcheck._running, -7, running)
+    monkeypatch.setitem(spotcheck._running, -8, spotcheck._Pass())
+    ctypes.c_int32.from_address(flag.address).value = 1  # the other pass found a difference
+    spotcheck._read(-7)
+    assert flag.is_up()
 
 
 def test_more_tensors_than_one_launch_takes(way: Callable[..., Probes]) -> None:
@@ -601,14 +712,13 @@ def test_more_tensors_than_one_launch_takes(way: Callable[..., Probes]) -> None:
 
 
 def test_small_tensors_wait_for_each_other_and_large_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    gathers_by_address(monkeypatch)
     launched: list[tuple[int, int, int]] = []
 
-    def launch(programs: int, stream: int, out: int, table: int, sizes: int, first: int, *rest: int) -> None:
+    def take(programs: int, stream: int, out: int, table: int, sizes: int, first: int, *rest: int) -> None:
         launched.append((programs, stream, first))
-        _launch(programs, stream, out, table, sizes, first, *rest)
+        _take(programs, stream, out, table, sizes, first, *rest)
 
-    monkeypatch.setattr(samples, "_gather", lambda device: launch)
+    gathers_by_address(monkeypatch, take)
     tensors = [torch.arange(40.0 + n) for n in range(11)]
     layouts = {place: layout_of(tensor) for place, tensor in enumerate(tensors)}
     taken = probes(layouts, CPU).expect(tensors, 2)
@@ -637,9 +747,15 @@ def test_small_tensors_wait_for_each_other_and_large_ones_do_not(monkeypatch: py
     assert launched == [(2, 5, 1), (1, 6, 3)], "each where it was made"
 
     monkeypatch.setattr(samples, "current_stream_handle", lambda device: 0)
-    monkeypatch.setattr(samples, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(samples, "_WAITING_BYTES", 350)
     taken = probes(layouts, CPU).expect(tensors, 2)
     launched.clear()
+    for place in range(5):  # of 160 bytes and a few more
+        assert taken.see(place, tensors[place]) == (place in (2, 4)), "two at a time"
+    assert launched == [(2, 0, 0), (2, 0, 2)]
+    taken.forget()
+    launched.clear()
+    monkeypatch.setattr(samples, "_WAITING_BYTES", 100)
     held = tensors[7].clone()
     memory = weakref.ref(held.untyped_storage())
     taken.see(7, held)
@@ -707,8 +823,7 @@ def test_an_index_on_the_host_is_sampled(gathered: bool, monkeypatch: pytest.Mon
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_the_kernel_gathers_what_take_takes() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    launch = samples._gather(device)
-    assert launch is not None, "it works here, and was compared with torch.take"
+    assert samples._kernels(device) is not None, "they work here, and were compared with torch.take"
     tensors = [
         torch.randn(300, 7, device=device).bfloat16().t(),
         torch.randint(9, (6,), device=device),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from remat.check.bench import Bench, bench
-from remat.check.regions import gradient_gap, gradients_of
+from remat.check.regions import gradient_gap, gradients_of, precise_gradients
 from remat.errors import RematError
 from remat.records import Entry, Mode, RegionGraph
 from remat.run.checkpoint import Options, run_checkpointed
@@ -62,14 +62,21 @@ def chunk_entries(
         return run_checkpointed(example.forward, args, kwargs, Options(name=example.name), modules)
 
     expected = gradients_of(example.forward, inputs, modules)
+
+    def precise() -> list[torch.Tensor] | None:
+        return precise_gradients(example.module, example.forward, inputs, expected)
+
     entries = []
     for whole, call in ((False, example.forward), (True, again)):
-        with _chunked(part):
-            try:
-                gap = gradient_gap(gradients_of(call, inputs, modules), expected)
+        try:
+            with _chunked(part):
+                found = gradients_of(call, inputs, modules)
+            gap = gradient_gap(found, expected, precise)
+            del found
+            with _chunked(part):
                 measured = bench(call, inputs, modules, device)
-            except RematError:  # it uses tensors that are not its own
-                return []
+        except RematError:  # it uses tensors that are not its own
+            return []
         if not gap.ok:
             continue
         seconds = forward_seconds * (part.share + whole)  # chunks run again in backward, whatever else does

@@ -19,7 +19,7 @@ import torch
 
 from remat._torch_private import compiler_errors, has_compiler
 from remat.check.bench import Bench, bench
-from remat.check.regions import GradientGap, gradient_gap, gradients_of
+from remat.check.regions import GradientGap, gradient_gap, gradients_of, precise_gradients
 from remat.errors import CaptureError
 from remat.hosting import Hosting, settling
 from remat.planner.menu import finish, recipes
@@ -264,7 +264,11 @@ def _measure(
         reference = before[0].gradients
     else:
         reference = gradients if joint.random else plain.gradients
-    gap = gradient_gap(gradients, reference)
+
+    def precise() -> list[torch.Tensor] | None:
+        return precise_gradients(example.module, example.forward, inputs, reference)
+
+    gap = gradient_gap(gradients, reference, None if joint.random else precise)
     if not gap.ok:
         raise CaptureError(f"its compiled gradients are wrong: {gap}")
     held = _held(call, inputs, example.module)

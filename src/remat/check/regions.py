@@ -7,6 +7,8 @@ reads nothing else that differs from the untouched step.
 
 from __future__ import annotations
 
+import copy
+import logging
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -20,13 +22,16 @@ from remat.check.verify import Verification
 from remat.records import Mode
 from remat.run.region import PlannedRegion
 from remat.trace.capture import entry_copies
-from remat.trees import tensors
+from remat.trees import map_tensors, tensors
 
-__all__ = ["GradientGap", "gradient_gap", "gradients_of", "verify_regions"]
+__all__ = ["GradientGap", "gradient_gap", "gradients_of", "precise_gradients", "verify_regions"]
+
+_LOG = logging.getLogger(__name__)
 
 _SEED = 20_011
 # Largest norm of a difference, as a share of the gradient's own: kernels that add up in another order.
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 2e-3, torch.bfloat16: 0.08, torch.float16: 0.02}
+_FARTHER = 2.0  # from what more digits give than the reference itself, at most, is only rounded otherwise
 
 
 def verify_regions(
@@ -102,9 +107,11 @@ def gradients_of(
     call: Callable[..., Any],
     inputs: tuple[tuple[Any, ...], dict[str, Any]],
     modules: Sequence[nn.Module],
+    rounded: Sequence[torch.dtype] = (),
 ) -> list[torch.Tensor]:
     """What one region computes on copies of `inputs`: its outputs, and the gradients of its inputs and
-    parameters for a made-up gradient of its outputs. The same random numbers every time."""
+    parameters for a made-up gradient of its outputs. The same random numbers every time; `rounded` to these
+    dtypes, where the outputs have others."""
     parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
     devices = {p.device.index or 0 for p in parameters if p.device.type == "cuda"}
     with torch.random.fork_rng(sorted(devices)), torch.enable_grad():
@@ -113,24 +120,80 @@ def gradients_of(
         wanted = [t for t in tensors((args, kwargs)) if t.requires_grad] + parameters
         outputs = [t for t in tensors(call(*args, **kwargs)) if t.requires_grad]
         torch.manual_seed(_SEED + 1)
-        made = [torch.randn_like(t) for t in outputs]
+        made = [_made_up(t, rounded[place] if rounded else t.dtype) for place, t in enumerate(outputs)]
         found = torch.autograd.grad(outputs, wanted, made, allow_unused=True)
     return [t.detach() for t in (*outputs, *found) if t is not None]
 
 
-def gradient_gap(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> GradientGap:
-    """`theirs` is the reference. Another number of gradients is never ok."""
+def _made_up(output: torch.Tensor, rounded: torch.dtype) -> torch.Tensor:
+    if output.is_complex():
+        return torch.randn_like(output)
+    return torch.randn_like(output, dtype=torch.float32).to(rounded).to(output.dtype)
+
+
+def precise_gradients(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    inputs: tuple[tuple[Any, ...], dict[str, Any]],
+    expected: Sequence[torch.Tensor],
+) -> list[torch.Tensor] | None:
+    """What `expected`, the `gradients_of` this module, would be with twice as many digits; None if that
+    cannot be told. Some gradients are nothing but rounding (a key's bias shifts all scores of a query alike,
+    so it has none), and some kernels round far more than others."""
+    code = getattr(forward, "__func__", None)
+    if code is None or getattr(forward, "__self__", None) is not module:
+        return None
+    given = [t for t in (*tensors(inputs), *module.parameters()) if t.is_floating_point()]
+    wide = torch.float32 if any(t.element_size() < 4 for t in given) else torch.float64
+
+    def widened(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point() or tensor.element_size() >= wide.itemsize:
+            return tensor
+        return tensor.detach().to(wide).requires_grad_(tensor.requires_grad)
+
+    try:
+        twin = copy.deepcopy(module).to(wide)
+        with torch.autocast(given[0].device.type, enabled=False):
+            found = gradients_of(
+                code.__get__(twin), map_tensors(widened, inputs), (twin,), [t.dtype for t in expected]
+            )
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a model's own code says to another dtype, or to being copied
+        _LOG.info("no gradients with more digits: %s", error)
+        return None
+    return found if [t.shape for t in found] == [t.shape for t in expected] else None
+
+
+def gradient_gap(
+    ours: Sequence[torch.Tensor],
+    theirs: Sequence[torch.Tensor],
+    precise: Callable[[], Sequence[torch.Tensor] | None] | None = None,
+) -> GradientGap:
+    """`theirs` is the reference. Another number of gradients is never ok. `precise`: the same with more
+    digits, asked for where one is off by more than rounding explains: then it must not be much farther from
+    those than the reference is itself, and counts as off by as much as is allowed."""
     if len(ours) != len(theirs):
         return GradientGap(ok=False, exact=False, worst=float("inf"))
     exact, ok, worst, where = True, True, 0.0, -1
+    digits: Sequence[torch.Tensor] | None = None
     for place, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         if torch.equal(a, b):
             continue
-        exact = False
+        exact, tolerance = False, _TOLERANCE.get(b.dtype, 2e-3)
         norm = float(b.double().norm())
-        gap = float((a.double() - b.double()).norm()) / max(norm, 1e-30)
+        gap = _distance(a, b) / max(norm, 1e-30)
         finite = math.isfinite(gap) or not math.isfinite(norm)
+        if finite and gap > tolerance and precise is not None:
+            digits, precise = precise(), None
+        if finite and gap > tolerance and digits is not None:
+            c = digits[place]
+            gap = tolerance if _distance(a, c) <= _FARTHER * _distance(b, c) else gap
         if gap > worst or not finite:
             worst, where = gap, place
-        ok = ok and finite and not gap > _TOLERANCE.get(b.dtype, 2e-3)
+        ok = ok and finite and not gap > tolerance
     return GradientGap(ok, exact, worst, where)
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.double()).norm())

@@ -1,9 +1,9 @@
 """A few elements of each tensor that a region drops, taken before it is dropped and again when it is rebuilt.
 
 Two ways to take them. `torch.take` runs everywhere, one operation per tensor. Where Triton is, one kernel
-takes those of up to eight tensors at a time, byte by byte, into memory that is there already: where the host
-sets the pace, the spot check costs what the host does for it. There tensors are small, and those of a region
-wait for each other in backward, to be looked at together.
+takes those of up to eight tensors at a time, and compares them (run.gather): where the host sets the pace,
+the spot check costs what the host does for it. There tensors are small, and those of a region wait for each
+other in backward, to be looked at together.
 """
 
 from __future__ import annotations
@@ -18,18 +18,16 @@ from typing import Any, Protocol
 
 import torch
 
-from remat._torch_private import current_device_index, current_stream_handle, direct_launch
-from remat.run.fused import can_fuse, jit
+from remat._torch_private import current_device_index, current_stream_handle, empty_on_current
+from remat.run.fused import can_fuse
+from remat.run.gather import AT_ONCE, SAMPLES, WIDEST, WORDS, Flag, Kernels, compiled
 
-__all__ = ["PHASES", "SAMPLES", "Layout", "Probes", "Samples", "probes"]
+__all__ = ["PHASES", "Layout", "Probes", "Samples", "probes"]
 
 _LOG = logging.getLogger(__name__)
 
-SAMPLES = 16  # elements of each tensor
 PHASES = 16  # sets of samples, taken in turn
-_WIDEST = 8  # bytes of an element, at most
-_AT_ONCE = 8  # tensors that one launch looks at
-_SMALL_BYTES = 2**24  # of all tensors of a region that are looked at: rebuilt ones may wait for each other
+_WAITING_BYTES = 2**24  # of rebuilt tensors of a region that wait for each other, to be looked at together
 
 
 @dataclass(frozen=True)
@@ -76,6 +74,14 @@ class Samples(Protocol):
         """Expected and found of all that were seen."""
         ...
 
+    def compare(self, expected: torch.Tensor, found: torch.Tensor) -> bool:
+        """Have the flag go up if these numbers differ. False: there is no flag for them."""
+        ...
+
+    def flag(self) -> Flag | None:
+        """It is up if anything that was seen, or compared, differed. None: nobody compares but who reads."""
+        ...
+
     def forget(self) -> None:
         """What was found."""
         ...
@@ -94,9 +100,9 @@ class Probes(Protocol):
 def probes(layouts: Mapping[int, Layout], device: torch.device) -> Probes:
     """Samples spread evenly over tensors that lie so; each phase moves them."""
     plain = all(
-        layout.dtype.itemsize <= _WIDEST and not layout.dtype.is_complex for layout in layouts.values()
+        layout.dtype.itemsize <= WIDEST and not layout.dtype.is_complex for layout in layouts.values()
     )
-    if layouts and plain and can_fuse(device) and _gather(device) is not None:
+    if layouts and plain and can_fuse(device) and _kernels(device) is not None:
         return _Gathered(layouts, device)
     return _Taken({place: _rows(layout.numel()) for place, layout in layouts.items()}, device)
 
@@ -167,6 +173,12 @@ class _TakenSamples:
     def stacked(self) -> None:
         return None
 
+    def compare(self, expected: torch.Tensor, found: torch.Tensor) -> bool:
+        return False
+
+    def flag(self) -> None:
+        return None
+
     def pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         return map(self.pair, self._found)
 
@@ -177,30 +189,14 @@ class _TakenSamples:
 # -------------------------------------------------------------------------------------------- one kernel
 
 
-_POINTERS = [f"p{number}" for number in range(_AT_ONCE)]
-_TEXT = f"""
-def gather(out, table, sizes, first, {", ".join(_POINTERS)}):
-    number = tl.program_id(0)
-    base = p0
-{"".join(f"    base = tl.where(number == {n}, p{n}, base){chr(10)}" for n in range(1, _AT_ONCE))}
-    row = first + number
-    size = tl.load(sizes + row)
-    sample = tl.arange(0, {SAMPLES})[:, None]
-    byte = tl.arange(0, {_WIDEST})[None, :]
-    at = base + tl.load(table + row * {SAMPLES} + sample) + byte
-    found = tl.load(at.to(tl.pointer_type(tl.uint8)), mask=(byte < size) & (sample >= 0), other=0)
-    tl.store(out + (row * {SAMPLES} + sample) * {_WIDEST} + byte, found)
-"""
-
-
 @cache
-def _gather(device: torch.device) -> Any:
-    """The kernel, ready to launch: (how many tensors, stream, arguments); None if it does not work here."""
+def _kernels(device: torch.device) -> Kernels | None:
+    """None if they do not work here."""
     try:
         with torch.cuda.device(device):
-            launch = _compiled_gather(device)
-            if launch is not None and _gathers(launch, device):
-                return launch
+            kernels = compiled(device)
+            if kernels is not None and _gathers(kernels, device):
+                return kernels
     except torch.OutOfMemoryError:  # not remembered: there may be room another time
         raise
     except Exception as error:  # what a compiler raises differs from version to version
@@ -208,17 +204,8 @@ def _gather(device: torch.device) -> Any:
     return None
 
 
-def _compiled_gather(device: torch.device) -> Any:
-    code = jit(_TEXT, "gather", ("first", *_POINTERS))
-    tensors = [torch.zeros(1, dtype=kind, device=device) for kind in (torch.uint8, torch.int64, torch.int32)]
-    numbers = [3, *[(1 << 40) + 3] * _AT_ONCE]  # addresses: neither one nor a multiple of anything
-    compiled = code[(0, 1, 1)](*tensors, *numbers, num_warps=1)
-    addresses = [tensor.data_ptr() for tensor in tensors]
-    return direct_launch(compiled, current_stream_handle(device), *addresses, *numbers)
-
-
-def _gathers(launch: Any, device: torch.device) -> bool:
-    """Tried once, against torch.take."""
+def _gathers(kernels: Kernels, device: torch.device) -> bool:
+    """Tried once, against torch.take; and whether the flag goes up where it should, and nowhere else."""
     layouts = {
         2: Layout((3, 40), (40, 1), torch.bfloat16),
         5: Layout((40, 3), (1, 40), torch.float32),
@@ -229,50 +216,87 @@ def _gathers(launch: Any, device: torch.device) -> bool:
         memory = torch.arange(layout.numel(), device=device).to(layout.dtype)
         tensors[place] = memory.as_strided(layout.shape, layout.stride)
     every = [tensors.get(place, torch.empty(0, device=device)) for place in range(7)]
-    ours = _Gathered(layouts, device, launch).expect(every, 3)
+    ours = _Gathered(layouts, device, kernels).expect(every, 3)
     theirs = _Taken({place: _rows(layout.numel()) for place, layout in layouts.items()}, device).expect(
         every, 3
     )
     for place, tensor in tensors.items():
         ours.see(place, tensor)
         theirs.see(place, tensor)
-    return all(
+    numbers = torch.arange(WORDS - 1, device=device)
+    ours.compare(numbers, numbers.clone())
+    same = all(
         torch.equal(found[: len(expected)], expected) and torch.equal(*ours.pair(place))
         for place in layouts
         for expected, found in [(theirs.pair(place)[0], ours.pair(place)[1])]
     )
 
+    def raised() -> bool:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        up = kernels.flag.is_up()
+        kernels.flag.lower()
+        return up
+
+    def wrong_sample() -> None:
+        ours.forget()
+        for place, tensor in tensors.items():
+            ours.see(place, tensor + (place == 5))
+
+    if raised() or not same:
+        return False
+    wrong_sample()
+    if not raised():
+        return False
+    ours.compare(numbers, numbers + (numbers == WORDS - 2))
+    return raised()
+
 
 class _Gathered:
-    def __init__(self, layouts: Mapping[int, Layout], device: torch.device, launch: Any = None) -> None:
+    def __init__(
+        self, layouts: Mapping[int, Layout], device: torch.device, kernels: Kernels | None = None
+    ) -> None:
+        found = kernels or _kernels(device)
+        assert found is not None
+        self.kernels = found
         self.places, self.layouts, self.device = tuple(layouts), dict(layouts), device
-        self.row = {place: row for row, place in enumerate(layouts)}
+        self.about = {
+            place: (row, layout.stride, layout.numel() * layout.dtype.itemsize)
+            for row, (place, layout) in enumerate(layouts.items())
+        }
         self.number = -1 if device.index is None else device.index  # of the device, as tensors say it
-        self.strides = [layout.stride for layout in layouts.values()]
-        self.small = sum(x.numel() * x.dtype.itemsize for x in layouts.values()) <= _SMALL_BYTES
-        self.launch = launch or _gather(device)
         by_layout = [_byte_offsets(layout) for layout in layouts.values()]
         self.table = torch.tensor(by_layout, dtype=torch.int64).transpose(0, 1).contiguous().to(device)
         sizes = [layout.dtype.itemsize if layout.numel() else 0 for layout in layouts.values()]
         self.sizes = torch.tensor(sizes, dtype=torch.int32, device=device)
         bytes_per_phase = self.table.stride(0) * self.table.element_size()
         self._tables = [self.table.data_ptr() + phase * bytes_per_phase for phase in range(PHASES)]
-        self._sizes_at = self.sizes.data_ptr()
-        self._shape = (2, len(self.places), SAMPLES, _WIDEST)
-        self.rows = list(range(len(self.places)))
-        self.found_after = len(self.places) * SAMPLES * _WIDEST  # bytes, of what was expected
+        self._sizes_at, self._flag_at = self.sizes.data_ptr(), self.kernels.flag.address
+        self.found_after = len(self.places) * SAMPLES * WIDEST  # bytes, of what was expected
+        self._shape = (2, len(self.places), SAMPLES, WIDEST)
+        self._strides = (self.found_after, SAMPLES * WIDEST, WIDEST, 1)
+        self._empty = empty_on_current(device.type)
 
     def expect(self, tensors: Sequence[torch.Tensor], phase: int) -> _GatheredSamples:
-        stack = torch.empty(self._shape, dtype=torch.uint8, device=self.device)
+        stack = self._stack()
         stream, out = current_stream_handle(self.device), stack.data_ptr()
         table = self._tables[phase % PHASES]
         looked_at = [tensors[place] for place in self.places]  # they lie as captured
         for row, tensor in enumerate(looked_at):
             if tensor.get_device() != self.number:
                 looked_at[row] = self.copied(self.places[row], tensor)
-        for first in range(0, len(looked_at), _AT_ONCE):
-            self.take(table, out, first, looked_at[first : first + _AT_ONCE], stream)
+        for first in range(0, len(looked_at), AT_ONCE):
+            self._take(table, out, first, 0, looked_at[first : first + AT_ONCE], stream)
         return _GatheredSamples(self, table, stack, out + self.found_after)
+
+    def _stack(self) -> torch.Tensor:
+        if self._empty is not None and current_device_index() == self.device.index:
+            return self._empty(self._shape, self._strides, torch.uint8)
+        return torch.empty(self._shape, dtype=torch.uint8, device=self.device)
+
+    def find(self, table: int, out: int, first: int, tensors: list[torch.Tensor], stream: int) -> None:
+        """The samples of rebuilt tensors, compared with what was expected."""
+        self._take(table, out, first, -self.found_after, tensors, stream)
 
     def copied(self, place: int, tensor: torch.Tensor) -> torch.Tensor:
         """A copy where the kernel looks, of what lies elsewhere: on the device (an index that was made
@@ -281,18 +305,29 @@ class _Gathered:
         fresh = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=self.device)
         return fresh.copy_(tensor)
 
-    def take(self, table: int, out: int, first: int, tensors: list[torch.Tensor], stream: int) -> None:
+    def _take(
+        self, table: int, out: int, first: int, back: int, tensors: list[torch.Tensor], stream: int
+    ) -> None:
         """The samples of tensors that lie where it looks, for the rows from `first` on, into `out`."""
         count = len(tensors)
         addresses = [tensor.data_ptr() for tensor in tensors] + _PADDING[count]
+        place = (out, table, self._sizes_at, first, back, self._flag_at)
         if current_device_index() == self.device.index:
-            self.launch(count, stream, out, table, self._sizes_at, first, *addresses)
+            self.kernels.take(count, stream, *place, *addresses)
             return
         with torch.cuda.device(self.device):
-            self.launch(count, stream, out, table, self._sizes_at, first, *addresses)
+            self.kernels.take(count, stream, *place, *addresses)
+
+    def compare(self, expected: torch.Tensor, found: torch.Tensor, stream: int) -> None:
+        arguments = (expected.data_ptr(), found.data_ptr(), found.numel(), self._flag_at)
+        if current_device_index() == self.device.index:
+            self.kernels.unlike(1, stream, *arguments)
+            return
+        with torch.cuda.device(self.device):
+            self.kernels.unlike(1, stream, *arguments)
 
 
-_PADDING = [[0] * (_AT_ONCE - count) for count in range(_AT_ONCE + 1)]
+_PADDING = [[0] * (AT_ONCE - count) for count in range(AT_ONCE + 1)]
 
 
 def _byte_offsets(layout: Layout) -> list[list[int]]:
@@ -304,46 +339,47 @@ def _byte_offsets(layout: Layout) -> list[list[int]]:
 
 
 class _GatheredSamples:
-    __slots__ = ("_found", "_probes", "_seen", "_stack", "_stream", "_table", "_waiting")
+    __slots__ = ("_bytes", "_found", "_probes", "_seen", "_stack", "_stream", "_table", "_waiting")
 
     def __init__(self, probes: _Gathered, table: int, stack: torch.Tensor, found: int) -> None:
         self._probes, self._table = probes, table
         self._stack, self._found = stack, found  # both; where in it what is found begins
         self._seen: set[int] = set()  # rows
         self._waiting: dict[int, torch.Tensor] = {}  # by row: seen, but not looked at yet
-        self._stream = 0  # on which those that wait were made
+        self._bytes = 0  # of those
+        self._stream = 0  # on which they were made
 
     def see(self, place: int, tensor: torch.Tensor) -> bool:
         probes = self._probes
         stream = current_stream_handle(probes.device)
-        if stream != self._stream:
+        row, stride, nbytes = probes.about[place]
+        looked = False
+        if self._waiting and (stream != self._stream or self._bytes + nbytes > _WAITING_BYTES):
             self._look()
-            self._stream = stream
-        row = probes.row[place]
-        if tensor.get_device() != probes.number or tensor.stride() != probes.strides[row]:
+            looked = True
+        self._stream = stream
+        if tensor.get_device() != probes.number or tensor.stride() != stride:
             tensor = probes.copied(place, tensor)
         self._waiting[row] = tensor
+        self._bytes += nbytes
         self._seen.add(row)
-        if probes.small and len(self._seen) < len(probes.places):
-            return False
+        if self._bytes < _WAITING_BYTES and len(self._seen) < len(probes.places):
+            return looked
         self._look()
         return True
 
     def _look(self) -> None:
         """Take the samples of those that wait, rows in a row at a time."""
         waiting = self._waiting
-        rows = list(waiting)
-        if rows == self._probes.rows and len(rows) <= _AT_ONCE:  # all of them, as backward asks
-            self._probes.take(self._table, self._found, 0, list(waiting.values()), self._stream)
-            rows = []
-        rows.sort()
+        rows = sorted(waiting)
         while rows:
             first = rows[0]
-            together = [row for number, row in enumerate(rows[:_AT_ONCE]) if row == first + number]
+            together = [row for number, row in enumerate(rows[:AT_ONCE]) if row == first + number]
             tensors = [waiting[row] for row in together]
-            self._probes.take(self._table, self._found, first, tensors, self._stream)
+            self._probes.find(self._table, self._found, first, tensors, self._stream)
             del rows[: len(together)]
         waiting.clear()
+        self._bytes = 0
 
     def _look_late(self) -> None:
         """Some were not rebuilt: only a part of the graph ran. Who compares may be on another stream."""
@@ -352,15 +388,25 @@ class _GatheredSamples:
             if self._stream != current_stream_handle(self._probes.device):
                 torch.cuda.synchronize(self._probes.device)
 
+    def compare(self, expected: torch.Tensor, found: torch.Tensor) -> bool:
+        probes = self._probes
+        if found.get_device() != probes.number or found.numel() > WORDS:
+            return False
+        probes.compare(expected, found, current_stream_handle(probes.device))
+        return True
+
+    def flag(self) -> Flag:
+        return self._probes.kernels.flag
+
     def is_complete(self) -> bool:
         return len(self._seen) == len(self._probes.places)
 
     def places(self) -> list[int]:
-        return [place for place in self._probes.places if self._probes.row[place] in self._seen]
+        return [place for place, (row, *_) in self._probes.about.items() if row in self._seen]
 
     def pair(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
         self._look_late()
-        row, dtype = self._probes.row[place], self._probes.layouts[place].dtype
+        row, dtype = self._probes.about[place][0], self._probes.layouts[place].dtype
         taken = self._stack[:, row, :, : dtype.itemsize].contiguous()
         expected, found = taken.view(dtype).flatten(1).unbind()
         return expected, found
@@ -376,3 +422,4 @@ class _GatheredSamples:
     def forget(self) -> None:
         self._seen.clear()
         self._waiting.clear()
+        self._bytes = 0

@@ -21,6 +21,7 @@ import torch
 
 from remat._torch_private import at_end_of_backward, current_backward, current_stream_handle
 from remat.errors import RecomputeError
+from remat.run.gather import Flag
 from remat.run.same import bits, checksum
 from remat.run.samples import Probes
 
@@ -34,7 +35,7 @@ Report = Callable[[int], str]  # told which slot differs; gives the sentence for
 class SpotCheck:
     """What one graph expects of the tensors that it dropped."""
 
-    __slots__ = ("_backward", "_found", "_nan", "_report", "_running", "_samples", "_sums")
+    __slots__ = ("_backward", "_flagged", "_found", "_nan", "_report", "_running", "_samples", "_sums")
 
     def __init__(
         self,
@@ -54,6 +55,7 @@ class SpotCheck:
         self._sums = {place: checksum(tensors[place]) for place in whole}
         self._found: dict[int, torch.Tensor] = {}  # checksums, too
         self._nan: dict[int, torch.Tensor] = {}  # sums that are NaN if the tensor has one
+        self._flagged = True  # whether a flag is up if any of these checksums differs
 
     def see(self, place: int, tensor: torch.Tensor) -> None:
         """Take the same samples of the replayed tensor (only for the places that were given)."""
@@ -64,7 +66,8 @@ class SpotCheck:
             self._running = _expect(self, backward)
         taken = self._samples.see(place, tensor)
         if place in self._sums:
-            self._found[place] = checksum(tensor)
+            self._found[place] = found = checksum(tensor)
+            self._flagged &= self._samples.compare(self._sums[place], found)
             if tensor.is_floating_point() and tensor.element_size() > 1:
                 self._nan[place] = tensor.sum()  # the bits of a NaN are the device's own
             taken = True
@@ -91,6 +94,10 @@ class SpotCheck:
     def is_complete(self) -> bool:
         return self._samples.is_complete()
 
+    def flag(self) -> Flag | None:
+        """It is up if anything differs; None: that takes comparing."""
+        return self._samples.flag() if self._flagged else None
+
     def _is_on_host(self) -> bool:
         """To compare then waits for nobody."""
         return self.stacked() is None and all(found.device.type == "cpu" for _, found in self.pairs())
@@ -101,6 +108,7 @@ class SpotCheck:
         self._samples.forget()
         self._found.clear()
         self._nan.clear()
+        self._flagged = True
 
     def describe(self) -> str | None:
         """The sentence for the first tensor that differs, in the order of forward; None: none does."""
@@ -179,13 +187,39 @@ def _read(backward: int) -> None:
     running = _running.pop(backward, None) or _Pass()
     _checks_before = len(running.checks)
     try:
+        if _flags_are_down(running):
+            return
         with _beside(running):
             wrong = _differ(running.checks)
         if wrong:
             _raise(running.checks)
+        if not _running:  # else it may have gone up for another pass
+            for check in running.checks:
+                if (flag := check.flag()) is not None:
+                    flag.lower()
     finally:
         for check in running.checks:  # each knows its pass, which knows them all
             check.forget()
+
+
+def _flags_are_down(running: _Pass) -> bool:
+    """Whether everything was compared where it was taken, and nothing differed. Waits for that, and for
+    nothing that backward has queued since: the host then queues the next step before the device runs dry."""
+    if running.mark is None or not running.marked:
+        return False
+    flags = set()
+    for check in running.checks:
+        flag = check.flag()
+        if flag is None or not check.is_complete():
+            return False
+        flags.add(flag)
+    running.mark[1].synchronize()
+    return not any(flag.is_up() for flag in flags)
+
+
+def _is_marked(running: _Pass) -> bool:
+    """Whether the mark in the stream lies behind all that was taken."""
+    return running.marked and all(check.is_complete() for check in running.checks)
 
 
 def _raise(checks: list[SpotCheck]) -> None:
@@ -206,8 +240,7 @@ def _beside(running: _Pass) -> Iterator[None]:
 
     What is read there is let go only after the host has waited for it, so no stream reuses it too early.
     """
-    complete = all(check.is_complete() for check in running.checks)
-    if running.mark is None or not running.marked or not complete:
+    if running.mark is None or not _is_marked(running):
         yield
         return
     device, mark = running.mark

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor import config as inductor_config
 from torch.nn import functional as F
 
 import remat
@@ -481,6 +482,50 @@ def test_gradient_gap() -> None:
     assert not gradient_gap([a, a], [a]).ok
     assert not gradient_gap([a * float("nan")], [a]).ok
     assert gradient_gap([a.bfloat16()], [(a * 1.01).bfloat16()]).ok
+
+
+@torch.library.custom_op("remat_tests::noise", mutates_args=(), tags=[torch.Tag.nondeterministic_seeded])
+def noise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Draws numbers by itself, as attention with dropout does on CUDA."""
+    drawn = torch.rand_like(x) + 0.5
+    return x * drawn, drawn
+
+
+@noise.register_fake
+def _(x: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(x)
+
+
+noise.register_autograd(
+    lambda ctx, gradient, _: gradient * ctx.saved_tensors[0],
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output[1]),
+)
+
+
+class TwoKindsOfNoise(nn.Module):
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.norm, self.first, self.second = nn.LayerNorm(width), nn.Linear(width, width), nn.LayerNorm(width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + F.dropout(noise(self.first(self.norm(x)))[0], 0.1, self.training)
+        return x + F.dropout(self.narrow(F.gelu(self.wide(self.second(x)))), 0.1, self.training)
+
+
+@needs_compiler
+def test_random_numbers_are_drawn_in_one_order_whatever_is_saved(tmp_path: Path, monkeypatch: Any) -> None:
+    """The compiler moves operations to where they hold least memory; those that draw must not be moved."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # nothing that was compiled before
+    torch.manual_seed(0)
+    model = nn.Sequential(*[TwoKindsOfNoise() for _ in range(3)]).train()
+    batch = torch.randn(8, 32, 64)
+    before = inductor_config.reorder_for_peak_memory
+    found = remat.profile(model, batch, loss=squared, compile="inductor", allow=["keep", "recompute"])
+    assert inductor_config.reorder_for_peak_memory == before
+    assert "compiled gradients are wrong" not in " ".join(found.notes)
+    for kind in found.kinds:
+        assert sum(entry.mode is Mode.COMPILED for entry in kind.menu) > 2
 
 
 class BiasedKeys(nn.Module):

@@ -355,6 +355,32 @@ def test_the_gradient_of_an_embedding_is_not_taken_apart(
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.filterwarnings("ignore:.*script_method")
+@pytest.mark.skipif(bool(private.compiler_problem("cpu")), reason="no C++ compiler")
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_order_of_one_graph_is_kept(monkeypatch: pytest.MonkeyPatch, kept: bool) -> None:
+    from torch._inductor import config, memory
+
+    moved = []
+    really = memory.reorder_for_peak_memory
+    monkeypatch.setattr(
+        memory, "reorder_for_peak_memory", lambda *given: moved.append(given) or really(*given)
+    )
+
+    def look(joint: Any, parameters: Any, outputs: int, stock: private.Stock) -> dict[Any, bool]:
+        if kept:
+            private.keep_order()
+        return {}
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        return private.compile_joint(graph, inputs, look, uuid4().hex, "inductor")  # in no cache
+
+    x = torch.randn(3, requires_grad=True)
+    torch.compile(lambda x: x.sin().exp(), backend=backend)(x).sum().backward()
+    assert bool(moved) != kept
+    assert config.reorder_for_peak_memory, "for the next one"
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_compiled_node_is_not_that_of_an_input_that_is_handed_on() -> None:
     before = torch.compile(torch.sin, backend="aot_eager")(torch.randn(3, requires_grad=True))

@@ -52,6 +52,7 @@ __all__ = [
     "in_functorch",
     "in_jit_trace",
     "is_optimized_module",
+    "keep_order",
     "keeps_graph",
     "label_allocations",
     "partitioner_problem",
@@ -392,16 +393,28 @@ def compile_joint(
 
     if backend == "inductor":
         from torch._inductor import compile_fx
+        from torch._inductor import config as inductor_config
 
         options = {"custom_partitioner_fn": _partitioner_class()(key, partition)}
-        # As an argument, decompositions would end the compiler's caching.
-        with mock.patch.object(compile_fx, "select_decomp_table", _decompositions):
+        with (
+            # As an argument, decompositions would end the compiler's caching.
+            mock.patch.object(compile_fx, "select_decomp_table", _decompositions),
+            inductor_config.patch(reorder_for_peak_memory=inductor_config.reorder_for_peak_memory),
+        ):
             return compile_fx.compile_fx(graph, inputs, config_patches=options)  # type: ignore[return-value]
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
 
     compiler = aot_autograd(fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=partition)
     return compiler(graph, inputs)
+
+
+def keep_order() -> None:
+    """Called by a `decide`: operations of this graph that read nothing of each other run in its order. Else
+    the compiler moves them to where they hold least memory, which depends on what is saved."""
+    from torch._inductor import config
+
+    config.reorder_for_peak_memory = False  # until `compile_joint` puts it back
 
 
 def _decompositions() -> dict[Any, Any]:
@@ -450,7 +463,8 @@ def _partitioner_class() -> Any:
             return self.partition(gm, joint_inputs, **options)
 
         def uuid(self) -> Any:
-            return ("remat", "embedding", self.key)  # the caches do not see which operations are taken apart
+            # The caches do not see which operations are taken apart, and which graphs keep their order.
+            return ("remat", "embedding", "order", self.key)
 
         def __deepcopy__(self, memo: Any) -> Any:
             return self

@@ -32,6 +32,7 @@ from remat.run.meter import SavedBytes, storages_of
 from remat.run.onegraph import blocks_in, blocks_of, placed_decisions
 from remat.run.replay import overload
 from remat.trace.joint import Joint, kept_labels, labels, read_joint
+from remat.trace.record import RANDOM
 from remat.trees import tensors
 
 __all__ = [
@@ -146,6 +147,8 @@ class CompiledBlock:
             joint: fx.GraphModule, parameters: Sequence[int], outputs: int, stock: private.Stock
         ) -> Mapping[fx.Node, bool]:
             found = read_joint(joint, parameters, outputs)
+            if sum(op.reason == RANDOM for op in found.graph.ops) > 1:
+                private.keep_order()  # in which random numbers are drawn: the same for every saved set
             if not self.backend.startswith(WHOLE):
                 return decisions(found, self.keep)
             before = self._found.get(self._code, frozenset())

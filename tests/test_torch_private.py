@@ -377,7 +377,8 @@ def test_the_order_of_one_graph_is_kept(monkeypatch: pytest.MonkeyPatch, kept: b
 
     x = torch.randn(3, requires_grad=True)
     torch.compile(lambda x: x.sin().exp(), backend=backend)(x).sum().backward()
-    assert bool(moved) != kept
+    forward = [given for given in moved if not any("tangents" in name for name in given[3])]
+    assert bool(forward) != kept
     assert config.reorder_for_peak_memory, "for the next one"
 
 

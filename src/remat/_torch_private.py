@@ -410,8 +410,8 @@ def compile_joint(
 
 
 def keep_order() -> None:
-    """Called by a `decide`: operations of this graph that read nothing of each other run in its order. Else
-    the compiler moves them to where they hold least memory, which depends on what is saved."""
+    """Called by a `decide`: operations of this forward that read nothing of each other run in the graph's
+    order. Else the compiler moves them to where they hold least memory, which depends on what is saved."""
     from torch._inductor import config
 
     config.reorder_for_peak_memory = False  # until `compile_joint` puts it back

@@ -21,6 +21,7 @@ __all__ = [
     "COST_UNIT",
     "Counter",
     "Reading",
+    "bytes_in_use",
     "clean",
     "peak_of",
     "read",
@@ -105,6 +106,14 @@ def peak_of(step: Step) -> int:
         step()
         meter.synchronize()
         return meter.peak_bytes() - start
+
+
+def bytes_in_use() -> int:
+    """Above which `peak_of` measures."""
+    clean()
+    with Meter(DEVICE) as meter:
+        meter.synchronize()
+        return meter.current_bytes()
 
 
 def seconds_of(step: Step) -> float:

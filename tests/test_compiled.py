@@ -523,6 +523,8 @@ def test_random_numbers_are_drawn_in_one_order_whatever_is_saved(tmp_path: Path,
     before = inductor_config.reorder_for_peak_memory
     found = remat.profile(model, batch, loss=squared, compile="inductor", allow=["keep", "recompute"])
     assert inductor_config.reorder_for_peak_memory == before
+    remat.profile(model, batch, loss=squared, compile="aot_eager", allow=["keep", "recompute"])
+    assert inductor_config.reorder_for_peak_memory == before
     assert "compiled gradients are wrong" not in " ".join(found.notes)
     for kind in found.kinds:
         assert sum(entry.mode is Mode.COMPILED for entry in kind.menu) > 2
@@ -585,6 +587,41 @@ def test_a_block_with_such_gradients_is_compiled() -> None:
     assert any(entry.mode is Mode.COMPILED for entry in found.kinds[0].menu)
 
 
+class Several(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear = kind, nn.Linear(8, 8)
+        if kind == "complex":
+            self.register_buffer("turn", torch.polar(torch.ones(4), torch.arange(4.0)))
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        y = self.linear(x)
+        if self.kind == "complex":
+            y = torch.view_as_real(
+                torch.view_as_complex(y.float().unflatten(-1, (4, 2))) * self.turn
+            ).flatten(-2)
+        if self.kind == "random":
+            y = y * torch.rand_like(y)
+        if self.kind == "strided" and y.dtype is torch.float64:
+            y = y.t().contiguous().t()
+        return sum(others, y).sin()
+
+
+@pytest.mark.parametrize("kind", ["plain", "strided", "twice", "views", "complex", "random"])
+def test_more_digits_are_of_the_same_computation(kind: str) -> None:
+    """Otherwise there are none: gradients of zero would be no farther from others than the right ones."""
+    torch.manual_seed(0)
+    block, x = Several(kind), torch.randn(6, 8, requires_grad=True)
+    args = {"twice": (x, x, x), "views": (x[:, :8], x.detach()[:, :8])}.get(kind, (x,))
+    plain = gradients_of(block.forward, (args, {}), (block,))
+    digits = precise_gradients(block, block.forward, (args, {}), plain)
+    assert (digits is None) == (kind in ("views", "complex", "random"))
+    for place in range(len(plain)):
+        for factor in (0.0, 0.5, -1.0):
+            wrong = [t * factor if n == place else t for n, t in enumerate(plain)]
+            assert not gradient_gap(wrong, plain, lambda: digits).ok
+
+
 def test_more_digits_where_there_are_none() -> None:
     linear = nn.Linear(4, 4)
     inputs = ((torch.randn(2, 4),), {})
@@ -594,6 +631,15 @@ def test_more_digits_where_there_are_none() -> None:
     assert found[0].dtype is torch.float64
     torch.testing.assert_close([t.float() for t in found], plain)
     assert precise_gradients(linear, lambda x: linear(x), inputs, plain) is None, "whose forward is it?"
+
+    class Full(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.dtype is torch.float64:
+                raise torch.OutOfMemoryError("no memory")
+            return super().forward(x)
+
+    full = Full(4, 4)
+    assert precise_gradients(full, full.forward, inputs, gradients_of(full.forward, inputs, (full,))) is None
     linear.other = threading.Lock()  # cannot be copied
     assert precise_gradients(linear, linear.forward, inputs, plain) is None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import ctypes
 import gc
@@ -577,13 +578,12 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Call
     return probes
 
 
-def gathers_by_address(monkeypatch: pytest.MonkeyPatch, take: Callable[..., None] = _take) -> Flag:
-    kernels = Kernels(take, _unlike, Flag())
+def gathers_by_address(monkeypatch: pytest.MonkeyPatch, take: Callable[..., None] = _take) -> None:
+    kernels = Kernels(take, _unlike)
     monkeypatch.setattr(samples, "can_fuse", lambda device: True)
     monkeypatch.setattr(samples, "_kernels", lambda device: kernels)
     monkeypatch.setattr(samples, "current_device_index", lambda: None)
     monkeypatch.setattr(samples, "current_stream_handle", lambda device: 0)
-    return kernels.flag
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
@@ -600,7 +600,7 @@ def test_gathered_samples_pass_what_is_right_and_catch_what_is_wrong(
     expected = train(copy.deepcopy(case.model), case.run)
     assert_planned_equals_plain(case.model, case.run, planned, expected)
     assert not fallbacks(planned)
-    assert samples._gathers(Kernels(_take, _unlike, Flag()), CPU)
+    assert samples._gathers(Kernels(_take, _unlike), CPU)
 
 
 def _takes_wrongly(programs: int, stream: int, out: int, *rest: int) -> None:
@@ -614,7 +614,8 @@ def _never_compares(*arguments: int) -> None:
 
 def _always_raises(*arguments: int) -> None:
     _take(*arguments)
-    ctypes.c_int32.from_address(arguments[7]).value = 1
+    if arguments[6]:
+        ctypes.c_int32.from_address(arguments[7]).value = 1
 
 
 @pytest.mark.parametrize("take", [_takes_wrongly, _never_compares, _always_raises])
@@ -622,81 +623,126 @@ def test_a_kernel_that_does_not_do_what_it_should_is_not_used(
     take: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gathers_by_address(monkeypatch)
-    assert not samples._gathers(Kernels(take, _unlike, Flag()), CPU)
-    assert not samples._gathers(Kernels(_take, lambda *_: None, Flag()), CPU)
+    assert not samples._gathers(Kernels(take, _unlike), CPU)
+    assert not samples._gathers(Kernels(_take, lambda *_: None), CPU)
 
 
 class Event:
-    """Stands for one of CUDA's."""
+    """Stands for one of CUDA's: tells on which stream it was recorded last, and whether it was waited for."""
 
-    waited = False
+    recorded, waited = None, False
+
+    def record(self, stream: int) -> None:
+        self.recorded = stream
 
     def synchronize(self) -> None:
         self.waited = True
 
 
-@pytest.mark.parametrize("wrong", ["nothing", "a sample", "a checksum"])
-def test_kernels_raise_a_flag_that_is_read_when_backward_ends(
-    wrong: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing else is compared then, unless it is up; which it is until a pass found nothing wrong."""
-    flag = gathers_by_address(monkeypatch)
-    tensors = [torch.arange(4000.0 + n) for n in range(3)]
-    where = probes({place: layout_of(tensor) for place, tensor in enumerate(tensors)}, CPU)
-    compared = []
+class OnCuda:
+    """A device that is said to be CUDA's, its stream of now, and what is compared when a pass ends."""
 
-    def differ(checks: list[SpotCheck]) -> bool:
-        compared.append(len(checks))
-        return spotcheck_differ(checks)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        gathers_by_address(monkeypatch, self._take)
+        self.stream, self.launched, self.compared, self.passes = 1, [], 0, 0
+        self.differ = spotcheck._differ
+        device = torch.device("cuda", 0)
+        monkeypatch.setattr(samples._GatheredSamples, "device", device)
+        monkeypatch.setattr(samples, "current_stream_handle", lambda device: self.stream)
+        monkeypatch.setattr(spotcheck, "current_stream_handle", lambda device: self.stream)
+        monkeypatch.setattr(spotcheck, "current_backward", lambda: self.passes)
+        monkeypatch.setattr(spotcheck, "at_end_of_backward", lambda call: True)
+        monkeypatch.setattr(spotcheck, "_differ", self._differ)
+        monkeypatch.setattr(spotcheck, "_beside", lambda running: nullcontext())
+        monkeypatch.setattr(spotcheck, "_checks_before", 0)
+        monkeypatch.setattr(spotcheck, "_running", collections.OrderedDict())
+        monkeypatch.setattr(spotcheck, "_flags", [])
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.stream)
 
-    spotcheck_differ = spotcheck._differ
-    monkeypatch.setattr(spotcheck, "_differ", differ)
+    def _take(self, programs: int, stream: int, *rest: int) -> None:
+        self.launched.append(stream)
+        _take(programs, stream, *rest)
 
-    def backward(number: int, error: str) -> Event:
-        check = SpotCheck(tensors, where, str, phase=1, whole=[1])
-        running = spotcheck._Pass()
-        check._backward, check._running = -1, running  # as in a pass that is not one of autograd's
-        running.checks.append(check)
-        for place, tensor in enumerate(tensors):
-            rebuilt = tensor.clone()
-            if error == "a sample" and place == 2:
-                rebuilt += 1
-            if error == "a checksum" and place == 1:
-                rebuilt[1] += 1  # between samples
-            check.see(place, rebuilt)
-        running.mark, running.marked = (CPU, Event()), True
-        monkeypatch.setitem(spotcheck._running, number, running)
-        spotcheck._read(number)
-        return running.mark[1]
-
-    monkeypatch.setattr(spotcheck, "_beside", lambda running: nullcontext())
-    assert backward(-7, "nothing").waited
-    assert not compared
-    if wrong != "nothing":
-        with pytest.raises(RecomputeError, match="2" if wrong == "a sample" else "1"):
-            backward(-7, wrong)
-        assert compared == [1]
-        assert flag.is_up()
-        backward(-7, "nothing")
-        assert compared == [1, 1], "it was still up"
-    assert not flag.is_up()
-    backward(-7, "nothing")
-    assert len(compared) == (0 if wrong == "nothing" else 2)
+    def _differ(self, checks: list[SpotCheck]) -> bool:
+        self.compared += 1
+        return self.differ(checks)
 
 
-def test_a_flag_stays_up_while_another_pass_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    flag = gathers_by_address(monkeypatch)
-    tensors = [torch.arange(40.0)]
-    check = SpotCheck(tensors, probes({0: layout_of(tensors[0])}, CPU), str, phase=1)
-    running = spotcheck._Pass()
-    running.checks.append(check)
-    check._backward, check._running = -1, running
-    check.see(0, tensors[0].clone())
-    monkeypatch.setitem(spotcheck._running, -7, running)
-    monkeypatch.setitem(spotcheck._running, -8, spotcheck._Pass())
-    ctypes.c_int32.from_address(flag.address).value = 1  # the other pass found a difference
-    spotcheck._read(-7)
-    assert flag.is_up()
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> OnCuda:
+    return OnCuda(monkeypatch)
+
+
+TENSORS = [torch.arange(4000.0 + n) for n in range(3)]
+
+
+def checks_of(count: int) -> list[SpotCheck]:
+    where = probes({place: layout_of(tensor) for place, tensor in enumerate(TENSORS)}, CPU)
+    return [SpotCheck(TENSORS, where, str, phase=1, whole=[1]) for _ in range(count)]
+
+
+def test_kernels_raise_a_flag_that_is_read_when_backward_ends(on_cuda: OnCuda) -> None:
+    """Nothing else is compared then, unless it is up."""
+
+    def backward(error: str) -> None:
+        on_cuda.passes += 1
+        for number, check in enumerate(checks_of(2)):
+            for place, tensor in enumerate(TENSORS):
+                rebuilt = tensor.clone()
+                if error == "a sample" and (number, place) == (0, 2):
+                    rebuilt += 1
+                if error == "a checksum" and (number, place) == (1, 1):
+                    rebuilt[1] += 1  # between samples
+                check.see(place, rebuilt)
+        mark = spotcheck._running[on_cuda.passes].mark[1]
+        spotcheck._read(on_cuda.passes)
+        assert mark.waited
+
+    backward("")
+    assert on_cuda.compared == 0
+    for error, place in (("a sample", "2"), ("a checksum", "1")):
+        on_cuda.compared = 0
+        with pytest.raises(RecomputeError, match=place):
+            backward(error)
+        assert on_cuda.compared == 1
+        backward("")
+        assert on_cuda.compared == 1, "its flag is down"
+    assert len(spotcheck._flags) == 1, "passes after each other share one"
+
+
+def test_passes_at_the_same_time_have_flags_of_their_own(on_cuda: OnCuda) -> None:
+    wrong, right = checks_of(2)
+    for place, tensor in enumerate(TENSORS):
+        on_cuda.passes = 1
+        wrong.see(place, tensor + 1)
+        on_cuda.passes = 2
+        right.see(place, tensor.clone())
+    spotcheck._read(2)
+    assert on_cuda.compared == 0
+    with pytest.raises(RecomputeError):
+        spotcheck._read(1)
+
+
+def test_what_other_streams_took_is_compared_by_who_reads(on_cuda: OnCuda) -> None:
+    """The mark lies in one stream; a kernel in another need not have run when it has been passed."""
+    (check,) = checks_of(1)
+    for place, tensor in enumerate(TENSORS):
+        on_cuda.stream = 1 + place // 2
+        check.see(place, tensor.clone())
+    assert sorted(set(on_cuda.launched)) == [1, 2]
+    spotcheck._read(on_cuda.passes)
+    assert on_cuda.compared == 1
+
+
+def test_a_part_of_a_graph_is_compared_by_who_reads(on_cuda: OnCuda) -> None:
+    whole, part = checks_of(2)
+    for place, tensor in enumerate(TENSORS):
+        whole.see(place, tensor.clone())
+    part.see(0, TENSORS[0] + 1)
+    with pytest.raises(RecomputeError):
+        spotcheck._read(on_cuda.passes)
+    assert on_cuda.compared == 1
 
 
 def test_more_tensors_than_one_launch_takes(way: Callable[..., Probes]) -> None:
@@ -713,6 +759,7 @@ def test_more_tensors_than_one_launch_takes(way: Callable[..., Probes]) -> None:
 
 def test_small_tensors_wait_for_each_other_and_large_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[tuple[int, int, int]] = []
+    flag = Flag()
 
     def take(programs: int, stream: int, out: int, table: int, sizes: int, first: int, *rest: int) -> None:
         launched.append((programs, stream, first))
@@ -725,14 +772,14 @@ def test_small_tensors_wait_for_each_other_and_large_ones_do_not(monkeypatch: py
     assert launched == [(8, 0, 0), (3, 0, 8)]
     launched.clear()
     for place in reversed(range(11)):  # as backward asks
-        taken.see(place, tensors[place].clone())
+        taken.see(place, tensors[place].clone(), flag.address)
     assert launched == [(8, 0, 0), (3, 0, 8)]
     assert all(torch.equal(*taken.pair(place)) for place in range(11))
 
     taken.forget()
     launched.clear()
     for place in (9, 3, 4):
-        taken.see(place, tensors[place] + (place == 4))
+        taken.see(place, tensors[place] + (place == 4), flag.address)
     assert not launched
     assert len(list(taken.pairs())) == 3, "those that were seen"
     assert launched == [(2, 0, 3), (1, 0, 9)]
@@ -743,7 +790,7 @@ def test_small_tensors_wait_for_each_other_and_large_ones_do_not(monkeypatch: py
     streams = iter([5, 5, 6, 5])
     monkeypatch.setattr(samples, "current_stream_handle", lambda device: next(streams))
     for place in (1, 2, 3, 5):
-        taken.see(place, tensors[place])
+        taken.see(place, tensors[place], flag.address)
     assert launched == [(2, 5, 1), (1, 6, 3)], "each where it was made"
 
     monkeypatch.setattr(samples, "current_stream_handle", lambda device: 0)
@@ -751,14 +798,14 @@ def test_small_tensors_wait_for_each_other_and_large_ones_do_not(monkeypatch: py
     taken = probes(layouts, CPU).expect(tensors, 2)
     launched.clear()
     for place in range(5):  # of 160 bytes and a few more
-        assert taken.see(place, tensors[place]) == (place in (2, 4)), "two at a time"
+        assert taken.see(place, tensors[place], flag.address) == (place in (2, 4)), "two at a time"
     assert launched == [(2, 0, 0), (2, 0, 2)]
     taken.forget()
     launched.clear()
     monkeypatch.setattr(samples, "_WAITING_BYTES", 100)
     held = tensors[7].clone()
     memory = weakref.ref(held.untyped_storage())
-    taken.see(7, held)
+    taken.see(7, held, flag.address)
     del held
     assert (launched, memory()) == ([(1, 0, 7)], None)
 
@@ -832,13 +879,14 @@ def test_the_kernel_gathers_what_take_takes() -> None:
         torch.randn(5, device=device, dtype=torch.float64),
     ]
     layouts = {place: layout_of(tensor) for place, tensor in enumerate(tensors)}
+    flag = Flag()
     for phase in range(PHASES):
         ours = samples._Gathered(layouts, device).expect(tensors, phase)
         theirs = samples._Taken({p: samples._rows(x.numel()) for p, x in enumerate(tensors)}, device)
         other = theirs.expect(tensors, phase)
         for place, tensor in enumerate(tensors):
-            ours.see(place, tensor)
-            other.see(place, tensor)
+            ours.see(place, tensor, flag.address)
+            other.see(place, tensor, flag.address)
             expected, found = ours.pair(place)
             assert torch.equal(expected, found)
             assert torch.equal(found[: len(other.pair(place)[0])], other.pair(place)[0])
@@ -856,9 +904,10 @@ def test_samples_lie_inside_the_tensor(
     tensor = memory.as_strided(shape, stride, 7)
     inside = set(tensor.flatten().tolist())
     seen: set[float] = set()
+    flag = Flag()
     for phase in range(PHASES):
         taken = way({0: layout_of(tensor)}, CPU).expect([tensor], phase)
-        taken.see(0, tensor)
+        taken.see(0, tensor, flag.address)
         expected, found = taken.pair(0)
         assert torch.equal(expected, found)
         assert len(expected) <= SAMPLES

@@ -391,27 +391,26 @@ def compile_joint(
         decisions = decide(joint, static, outputs, stock)
         return split(joint, {node.name: keep for node, keep in decisions.items()})
 
-    if backend == "inductor":
-        from torch._inductor import compile_fx
-        from torch._inductor import config as inductor_config
+    from torch._inductor import config as inductor_config
 
-        options = {"custom_partitioner_fn": _partitioner_class()(key, partition)}
-        with (
+    with inductor_config.patch(reorder_for_peak_memory=inductor_config.reorder_for_peak_memory):  # keep_order
+        if backend == "inductor":
+            from torch._inductor import compile_fx
+
+            options = {"custom_partitioner_fn": _partitioner_class()(key, partition)}
             # As an argument, decompositions would end the compiler's caching.
-            mock.patch.object(compile_fx, "select_decomp_table", _decompositions),
-            inductor_config.patch(reorder_for_peak_memory=inductor_config.reorder_for_peak_memory),
-        ):
-            return compile_fx.compile_fx(graph, inputs, config_patches=options)  # type: ignore[return-value]
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._dynamo.backends.debugging import boxed_nop
+            with mock.patch.object(compile_fx, "select_decomp_table", _decompositions):
+                return compile_fx.compile_fx(graph, inputs, config_patches=options)  # type: ignore[return-value]
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._dynamo.backends.debugging import boxed_nop
 
-    compiler = aot_autograd(fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=partition)
-    return compiler(graph, inputs)
+        compiler = aot_autograd(fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=partition)
+        return compiler(graph, inputs)
 
 
 def keep_order() -> None:
     """Called by a `decide`: operations of this forward that read nothing of each other run in the graph's
-    order. Else the compiler moves them to where they hold least memory, which depends on what is saved."""
+    order. Else inductor moves them to where they hold least memory, which depends on what is saved."""
     from torch._inductor import config
 
     config.reorder_for_peak_memory = False  # until `compile_joint` puts it back

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from remat._torch_private import storage_ref
 from remat.check.untouched import backward, untouched
 from remat.check.verify import Verification
 from remat.records import Mode
@@ -107,11 +108,20 @@ def gradients_of(
     call: Callable[..., Any],
     inputs: tuple[tuple[Any, ...], dict[str, Any]],
     modules: Sequence[nn.Module],
-    rounded: Sequence[torch.dtype] = (),
 ) -> list[torch.Tensor]:
     """What one region computes on copies of `inputs`: its outputs, and the gradients of its inputs and
-    parameters for a made-up gradient of its outputs. The same random numbers every time; `rounded` to these
-    dtypes, where the outputs have others."""
+    parameters for a made-up gradient of its outputs. The same random numbers every time."""
+    outputs, gradients = _computed(call, inputs, modules)
+    return [*outputs, *gradients]
+
+
+def _computed(
+    call: Callable[..., Any],
+    inputs: tuple[tuple[Any, ...], dict[str, Any]],
+    modules: Sequence[nn.Module],
+    rounded: Sequence[torch.dtype] = (),
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Outputs and gradients. What is made up is `rounded` to these dtypes, where the outputs have others."""
     parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
     devices = {p.device.index or 0 for p in parameters if p.device.type == "cuda"}
     with torch.random.fork_rng(sorted(devices)), torch.enable_grad():
@@ -122,13 +132,15 @@ def gradients_of(
         torch.manual_seed(_SEED + 1)
         made = [_made_up(t, rounded[place] if rounded else t.dtype) for place, t in enumerate(outputs)]
         found = torch.autograd.grad(outputs, wanted, made, allow_unused=True)
-    return [t.detach() for t in (*outputs, *found) if t is not None]
+    return [t.detach() for t in outputs], [t.detach() for t in found if t is not None]
 
 
 def _made_up(output: torch.Tensor, rounded: torch.dtype) -> torch.Tensor:
+    """The same numbers whatever the output's dtype and layout."""
     if output.is_complex():
         return torch.randn_like(output)
-    return torch.randn_like(output, dtype=torch.float32).to(rounded).to(output.dtype)
+    plain = torch.randn_like(output, dtype=torch.float32, memory_format=torch.contiguous_format)
+    return plain.to(rounded).to(output.dtype)
 
 
 def precise_gradients(
@@ -143,26 +155,50 @@ def precise_gradients(
     code = getattr(forward, "__func__", None)
     if code is None or getattr(forward, "__self__", None) is not module:
         return None
-    given = [t for t in (*tensors(inputs), *module.parameters()) if t.is_floating_point()]
-    wide = torch.float32 if any(t.element_size() < 4 for t in given) else torch.float64
+    held = [*module.parameters(), *module.buffers()]
+    given = {id(tensor): tensor for tensor in tensors(inputs)}
+    if not _can_be_widened(held, list(given.values())):
+        return None
+    floats = [t for t in (*given.values(), *held) if t.is_floating_point()]
+    wide = torch.float32 if any(t.element_size() < 4 for t in floats) else torch.float64
 
     def widened(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point() or tensor.element_size() >= wide.itemsize:
             return tensor
         return tensor.detach().to(wide).requires_grad_(tensor.requires_grad)
 
+    wider = {key: widened(tensor) for key, tensor in given.items()}  # one that is given twice stays one
     try:
-        twin = copy.deepcopy(module).to(wide)
-        with torch.autocast(given[0].device.type, enabled=False):
-            found = gradients_of(
-                code.__get__(twin), map_tensors(widened, inputs), (twin,), [t.dtype for t in expected]
+        twin = copy.deepcopy(module)
+        twin._apply(lambda t: t.to(wide) if t.is_floating_point() and t.element_size() < wide.itemsize else t)
+        with torch.autocast(floats[0].device.type, enabled=False):
+            outputs, gradients = _computed(
+                code.__get__(twin),
+                map_tensors(lambda tensor: wider[id(tensor)], inputs),
+                (twin,),
+                [t.dtype for t in expected],
             )
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # whatever a model's own code says to another dtype, or to being copied
+    except Exception as error:  # no memory for it; or what the model says to another dtype, or to a copy
         _LOG.info("no gradients with more digits: %s", error)
         return None
-    return found if [t.shape for t in found] == [t.shape for t in expected] else None
+    found = [*outputs, *gradients]
+    if [t.shape for t in found] != [t.shape for t in expected]:
+        return None
+    # Another computation (it draws random numbers, or remembers) says nothing about this one.
+    return found if gradient_gap(expected[: len(outputs)], _like(outputs, expected)).ok else None
+
+
+def _can_be_widened(held: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> bool:
+    """Plain tensors of real numbers, no two inputs in the same memory."""
+    if any(type(t) not in (torch.Tensor, nn.Parameter) or t.is_complex() for t in (*held, *given)):
+        return False
+    if not any(t.is_floating_point() for t in (*held, *given)):
+        return False
+    return len({storage_ref(t) for t in given}) == len(given)
+
+
+def _like(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [a.to(b.dtype) for a, b in zip(ours, theirs, strict=False)]
 
 
 def gradient_gap(
@@ -187,8 +223,9 @@ def gradient_gap(
         if finite and gap > tolerance and precise is not None:
             digits, precise = precise(), None
         if finite and gap > tolerance and digits is not None:
-            c = digits[place]
-            gap = tolerance if _distance(a, c) <= _FARTHER * _distance(b, c) else gap
+            ours_off, theirs_off = _distance(a, digits[place]), _distance(b, digits[place])
+            if ours_off <= _FARTHER * theirs_off < math.inf:
+                gap = tolerance
         if gap > worst or not finite:
             worst, where = gap, place
         ok = ok and finite and not gap > tolerance

@@ -28,7 +28,7 @@ Launch = Callable[..., None]  # (how many programs, stream, arguments)
 
 
 class Flag:
-    """A number on the host that kernels can write to. Which check it was for, it does not tell."""
+    """A number on the host that kernels can write to."""
 
     def __init__(self) -> None:
         self._memory = torch.zeros(1, dtype=torch.int32, pin_memory=torch.cuda.is_available())
@@ -47,11 +47,10 @@ class Flag:
 class Kernels:
     """`take(tensors, stream, out, table, sizes, first, back, flag, *addresses)`: into the rows of `out` from
     `first` on; `back` is where what they are compared with lies, in bytes from there, 0 for nothing.
-    `unlike(1, stream, one, other, count, flag)`: numbers of eight bytes each."""
+    `unlike(1, stream, one, other, count, flag)`: numbers of eight bytes each. `flag` is an address."""
 
     take: Launch
     unlike: Launch
-    flag: Flag
 
 
 _POINTERS = [f"p{number}" for number in range(AT_ONCE)]
@@ -97,7 +96,7 @@ def compiled(device: torch.device) -> Kernels | None:
         device,
     )
     unlike = _ready(jit(_UNLIKE, "unlike", ("count", "flag")), [offsets, offsets, 3, _ADDRESS], device)
-    return None if take is None or unlike is None else Kernels(take, unlike, Flag())
+    return None if take is None or unlike is None else Kernels(take, unlike)
 
 
 def _ready(code: Any, arguments: list[Any], device: torch.device) -> Launch | None:

@@ -53,7 +53,13 @@ class Layout:
 class Samples(Protocol):
     """Those of one forward: what was expected is there, what is found comes in backward."""
 
-    def see(self, place: int, tensor: torch.Tensor) -> bool:
+    @property
+    def device(self) -> torch.device | None:
+        """Where kernels compare, and raise the flag whose address they are given (0: none). None: nobody
+        compares but who reads."""
+        ...
+
+    def see(self, place: int, tensor: torch.Tensor, flag_at: int) -> bool:
         """Whether samples were taken now: small tensors may wait for each other."""
         ...
 
@@ -74,12 +80,8 @@ class Samples(Protocol):
         """Expected and found of all that were seen."""
         ...
 
-    def compare(self, expected: torch.Tensor, found: torch.Tensor) -> bool:
-        """Have the flag go up if these numbers differ. False: there is no flag for them."""
-        ...
-
-    def flag(self) -> Flag | None:
-        """It is up if anything that was seen, or compared, differed. None: nobody compares but who reads."""
+    def compare(self, expected: torch.Tensor, found: torch.Tensor, flag_at: int) -> bool:
+        """Have the flag go up if these numbers differ. False: nobody compares them but who reads."""
         ...
 
     def forget(self) -> None:
@@ -152,12 +154,13 @@ def _take(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 class _TakenSamples:
     __slots__ = ("_expected", "_found", "_indices")
+    device = None
 
     def __init__(self, indices: dict[int, torch.Tensor], expected: dict[int, torch.Tensor]) -> None:
         self._indices, self._expected = indices, expected
         self._found: dict[int, torch.Tensor] = {}
 
-    def see(self, place: int, tensor: torch.Tensor) -> bool:
+    def see(self, place: int, tensor: torch.Tensor, flag_at: int) -> bool:
         self._found[place] = _take(tensor, self._indices[place])
         return True
 
@@ -173,11 +176,8 @@ class _TakenSamples:
     def stacked(self) -> None:
         return None
 
-    def compare(self, expected: torch.Tensor, found: torch.Tensor) -> bool:
+    def compare(self, expected: torch.Tensor, found: torch.Tensor, flag_at: int) -> bool:
         return False
-
-    def flag(self) -> None:
-        return None
 
     def pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         return map(self.pair, self._found)
@@ -220,11 +220,11 @@ def _gathers(kernels: Kernels, device: torch.device) -> bool:
     theirs = _Taken({place: _rows(layout.numel()) for place, layout in layouts.items()}, device).expect(
         every, 3
     )
+    flag, numbers = Flag(), torch.arange(WORDS - 1, device=device)
     for place, tensor in tensors.items():
-        ours.see(place, tensor)
-        theirs.see(place, tensor)
-    numbers = torch.arange(WORDS - 1, device=device)
-    ours.compare(numbers, numbers.clone())
+        ours.see(place, tensor, flag.address)
+        theirs.see(place, tensor, flag.address)
+    ours.compare(numbers, numbers.clone(), flag.address)
     same = all(
         torch.equal(found[: len(expected)], expected) and torch.equal(*ours.pair(place))
         for place in layouts
@@ -234,21 +234,21 @@ def _gathers(kernels: Kernels, device: torch.device) -> bool:
     def raised() -> bool:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        up = kernels.flag.is_up()
-        kernels.flag.lower()
+        up = flag.is_up()
+        flag.lower()
         return up
 
     def wrong_sample() -> None:
         ours.forget()
         for place, tensor in tensors.items():
-            ours.see(place, tensor + (place == 5))
+            ours.see(place, tensor + (place == 5), flag.address)
 
     if raised() or not same:
         return False
     wrong_sample()
     if not raised():
         return False
-    ours.compare(numbers, numbers + (numbers == WORDS - 2))
+    ours.compare(numbers, numbers + (numbers == WORDS - 2), flag.address)
     return raised()
 
 
@@ -260,10 +260,7 @@ class _Gathered:
         assert found is not None
         self.kernels = found
         self.places, self.layouts, self.device = tuple(layouts), dict(layouts), device
-        self.about = {
-            place: (row, layout.stride, layout.numel() * layout.dtype.itemsize)
-            for row, (place, layout) in enumerate(layouts.items())
-        }
+        self.about = {place: (row, layout.stride) for row, (place, layout) in enumerate(layouts.items())}
         self.number = -1 if device.index is None else device.index  # of the device, as tensors say it
         by_layout = [_byte_offsets(layout) for layout in layouts.values()]
         self.table = torch.tensor(by_layout, dtype=torch.int64).transpose(0, 1).contiguous().to(device)
@@ -271,7 +268,7 @@ class _Gathered:
         self.sizes = torch.tensor(sizes, dtype=torch.int32, device=device)
         bytes_per_phase = self.table.stride(0) * self.table.element_size()
         self._tables = [self.table.data_ptr() + phase * bytes_per_phase for phase in range(PHASES)]
-        self._sizes_at, self._flag_at = self.sizes.data_ptr(), self.kernels.flag.address
+        self._sizes_at = self.sizes.data_ptr()
         self.found_after = len(self.places) * SAMPLES * WIDEST  # bytes, of what was expected
         self._shape = (2, len(self.places), SAMPLES, WIDEST)
         self._strides = (self.found_after, SAMPLES * WIDEST, WIDEST, 1)
@@ -286,7 +283,7 @@ class _Gathered:
             if tensor.get_device() != self.number:
                 looked_at[row] = self.copied(self.places[row], tensor)
         for first in range(0, len(looked_at), AT_ONCE):
-            self._take(table, out, first, 0, looked_at[first : first + AT_ONCE], stream)
+            self._take(table, out, first, (0, 0), looked_at[first : first + AT_ONCE], stream)
         return _GatheredSamples(self, table, stack, out + self.found_after)
 
     def _stack(self) -> torch.Tensor:
@@ -294,9 +291,12 @@ class _Gathered:
             return self._empty(self._shape, self._strides, torch.uint8)
         return torch.empty(self._shape, dtype=torch.uint8, device=self.device)
 
-    def find(self, table: int, out: int, first: int, tensors: list[torch.Tensor], stream: int) -> None:
-        """The samples of rebuilt tensors, compared with what was expected."""
-        self._take(table, out, first, -self.found_after, tensors, stream)
+    def find(
+        self, table: int, out: int, first: int, tensors: list[torch.Tensor], stream: int, flag_at: int
+    ) -> None:
+        """The samples of rebuilt tensors, compared with what was expected if there is a flag."""
+        compared = (-self.found_after, flag_at) if flag_at else (0, 0)
+        self._take(table, out, first, compared, tensors, stream)
 
     def copied(self, place: int, tensor: torch.Tensor) -> torch.Tensor:
         """A copy where the kernel looks, of what lies elsewhere: on the device (an index that was made
@@ -306,20 +306,27 @@ class _Gathered:
         return fresh.copy_(tensor)
 
     def _take(
-        self, table: int, out: int, first: int, back: int, tensors: list[torch.Tensor], stream: int
+        self,
+        table: int,
+        out: int,
+        first: int,
+        compared: tuple[int, int],
+        tensors: list[torch.Tensor],
+        stream: int,
     ) -> None:
-        """The samples of tensors that lie where it looks, for the rows from `first` on, into `out`."""
+        """The samples of tensors that lie where it looks, for the rows from `first` on, into `out`; compared
+        with what lies so far back, for a flag."""
         count = len(tensors)
         addresses = [tensor.data_ptr() for tensor in tensors] + _PADDING[count]
-        place = (out, table, self._sizes_at, first, back, self._flag_at)
+        place = (out, table, self._sizes_at, first, *compared)
         if current_device_index() == self.device.index:
             self.kernels.take(count, stream, *place, *addresses)
             return
         with torch.cuda.device(self.device):
             self.kernels.take(count, stream, *place, *addresses)
 
-    def compare(self, expected: torch.Tensor, found: torch.Tensor, stream: int) -> None:
-        arguments = (expected.data_ptr(), found.data_ptr(), found.numel(), self._flag_at)
+    def compare(self, expected: torch.Tensor, found: torch.Tensor, stream: int, flag_at: int) -> None:
+        arguments = (expected.data_ptr(), found.data_ptr(), found.numel(), flag_at)
         if current_device_index() == self.device.index:
             self.kernels.unlike(1, stream, *arguments)
             return
@@ -339,25 +346,33 @@ def _byte_offsets(layout: Layout) -> list[list[int]]:
 
 
 class _GatheredSamples:
-    __slots__ = ("_bytes", "_found", "_probes", "_seen", "_stack", "_stream", "_table", "_waiting")
+    __slots__ = (
+        "_bytes", "_flag_at", "_found", "_probes", "_seen", "_stack", "_stream", "_table", "_waiting",
+    )  # fmt: skip
 
     def __init__(self, probes: _Gathered, table: int, stack: torch.Tensor, found: int) -> None:
         self._probes, self._table = probes, table
         self._stack, self._found = stack, found  # both; where in it what is found begins
         self._seen: set[int] = set()  # rows
         self._waiting: dict[int, torch.Tensor] = {}  # by row: seen, but not looked at yet
-        self._bytes = 0  # of those
+        self._bytes = 0  # that those hold
         self._stream = 0  # on which they were made
+        self._flag_at = 0  # for them
 
-    def see(self, place: int, tensor: torch.Tensor) -> bool:
+    @property
+    def device(self) -> torch.device:
+        return self._probes.device
+
+    def see(self, place: int, tensor: torch.Tensor, flag_at: int) -> bool:
         probes = self._probes
         stream = current_stream_handle(probes.device)
-        row, stride, nbytes = probes.about[place]
+        row, stride = probes.about[place]
+        nbytes = tensor.untyped_storage().nbytes()
         looked = False
         if self._waiting and (stream != self._stream or self._bytes + nbytes > _WAITING_BYTES):
             self._look()
             looked = True
-        self._stream = stream
+        self._stream, self._flag_at = stream, flag_at
         if tensor.get_device() != probes.number or tensor.stride() != stride:
             tensor = probes.copied(place, tensor)
         self._waiting[row] = tensor
@@ -376,7 +391,7 @@ class _GatheredSamples:
             first = rows[0]
             together = [row for number, row in enumerate(rows[:AT_ONCE]) if row == first + number]
             tensors = [waiting[row] for row in together]
-            self._probes.find(self._table, self._found, first, tensors, self._stream)
+            self._probes.find(self._table, self._found, first, tensors, self._stream, self._flag_at)
             del rows[: len(together)]
         waiting.clear()
         self._bytes = 0
@@ -388,21 +403,18 @@ class _GatheredSamples:
             if self._stream != current_stream_handle(self._probes.device):
                 torch.cuda.synchronize(self._probes.device)
 
-    def compare(self, expected: torch.Tensor, found: torch.Tensor) -> bool:
+    def compare(self, expected: torch.Tensor, found: torch.Tensor, flag_at: int) -> bool:
         probes = self._probes
-        if found.get_device() != probes.number or found.numel() > WORDS:
+        if not flag_at or found.get_device() != probes.number or found.numel() > WORDS:
             return False
-        probes.compare(expected, found, current_stream_handle(probes.device))
+        probes.compare(expected, found, current_stream_handle(probes.device), flag_at)
         return True
-
-    def flag(self) -> Flag:
-        return self._probes.kernels.flag
 
     def is_complete(self) -> bool:
         return len(self._seen) == len(self._probes.places)
 
     def places(self) -> list[int]:
-        return [place for place, (row, *_) in self._probes.about.items() if row in self._seen]
+        return [place for place, (row, _) in self._probes.about.items() if row in self._seen]
 
     def pair(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
         self._look_late()

@@ -64,19 +64,22 @@ class SpotCheck:
             self.forget()
             self._backward = backward
             self._running = _expect(self, backward)
-        taken = self._samples.see(place, tensor)
+        running, samples = self._running, self._samples
+        flag_at = 0 if running is None or samples.device is None else running.flag_at()
+        taken = samples.see(place, tensor, flag_at)
         if place in self._sums:
             self._found[place] = found = checksum(tensor)
-            self._flagged &= self._samples.compare(self._sums[place], found)
+            self._flagged &= samples.compare(self._sums[place], found, flag_at)
             if tensor.is_floating_point() and tensor.element_size() > 1:
                 self._nan[place] = tensor.sum()  # the bits of a NaN are the device's own
             taken = True
-        if not taken or self._running is None:
+        if running is None:  # unpacked by hand
             return
-        if tensor.is_cuda:
-            self._running.has_seen(self, tensor.device)
-        elif self.is_complete() and self._is_on_host() and not _differ([self]):
-            self._running.checks.remove(self)
+        device = samples.device or tensor.device
+        if device.type == "cuda":
+            running.has_seen(self, device)
+        elif taken and self.is_complete() and self._is_on_host() and not _differ([self]):
+            running.checks.remove(self)
             self.forget()
 
     def stacked(self) -> torch.Tensor | None:
@@ -94,9 +97,9 @@ class SpotCheck:
     def is_complete(self) -> bool:
         return self._samples.is_complete()
 
-    def flag(self) -> Flag | None:
-        """It is up if anything differs; None: that takes comparing."""
-        return self._samples.flag() if self._flagged else None
+    def is_flagged(self) -> bool:
+        """Whether the flag of its pass is up if anything differs; otherwise that takes comparing."""
+        return self._flagged and self._samples.device is not None
 
     def _is_on_host(self) -> bool:
         """To compare then waits for nobody."""
@@ -134,19 +137,27 @@ def _unequal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 class _Pass:
-    """The checks of one backward pass, and on CUDA where in its stream the last of them was taken."""
+    """The checks of one backward pass, the flag that its kernels raise, and on CUDA where in its stream the
+    last of them was taken."""
 
-    __slots__ = ("checks", "mark", "marked", "streams")
+    __slots__ = ("checks", "flag", "mark", "marked", "streams")
 
     def __init__(self) -> None:
         self.checks: list[SpotCheck] = []
-        self.streams: set[tuple[torch.device, int]] = set()  # that samples were taken on
+        self.flag: Flag | None = None
+        self.streams: set[tuple[torch.device, int]] = set()  # that tensors were seen on
         self.mark: tuple[torch.device, torch.cuda.Event] | None = None
         self.marked = False  # nothing was seen since
 
+    def flag_at(self) -> int:
+        if self.flag is None:
+            self.flag = _flags.pop() if _flags else Flag()
+        return self.flag.address
+
     def has_seen(self, check: SpotCheck, device: torch.device) -> None:
         """Remember how far the stream has to be for all samples to be there. Marking takes the host as long
-        as an operation, so it is done where the last check of the pass is expected."""
+        as an operation, so it is done where the last check of the pass is expected. With several streams
+        there is no such place: whoever reads looks at their number, too."""
         self.streams.add((device, current_stream_handle(device)))
         self.marked = False
         if len(self.checks) < _checks_before or len(self.streams) > 1 or not check.is_complete():
@@ -156,6 +167,8 @@ class _Pass:
         self.mark[1].record(torch.cuda.current_stream(device))
         self.marked = True
 
+
+_flags: list[Flag] = []  # that no pass has; all down, but for a kernel that was slower than its pass
 
 # By the number of the pass: its worker threads share it.
 _running: collections.OrderedDict[int, _Pass] = collections.OrderedDict()
@@ -184,42 +197,41 @@ def _expect(check: SpotCheck, backward: int) -> _Pass | None:
 def _read(backward: int) -> None:
     """Raise if any replay of this backward pass differed: read once for all regions."""
     global _checks_before
-    running = _running.pop(backward, None) or _Pass()
+    running = _running.pop(backward, None)
+    if running is None:  # there were too many
+        return
     _checks_before = len(running.checks)
     try:
-        if _flags_are_down(running):
-            return
-        with _beside(running):
-            wrong = _differ(running.checks)
-        if wrong:
-            _raise(running.checks)
-        if not _running:  # else it may have gone up for another pass
-            for check in running.checks:
-                if (flag := check.flag()) is not None:
-                    flag.lower()
+        if not _is_settled(running):
+            with _beside(running):
+                wrong = _differ(running.checks)
+            if wrong:
+                _raise(running.checks)
     finally:
+        if running.flag is not None:
+            running.flag.lower()
+            _flags.append(running.flag)
         for check in running.checks:  # each knows its pass, which knows them all
             check.forget()
 
 
-def _flags_are_down(running: _Pass) -> bool:
+def _is_settled(running: _Pass) -> bool:
     """Whether everything was compared where it was taken, and nothing differed. Waits for that, and for
     nothing that backward has queued since: the host then queues the next step before the device runs dry."""
-    if running.mark is None or not running.marked:
+    if running.mark is None or running.flag is None or not _is_marked(running):
         return False
-    flags = set()
     for check in running.checks:
-        flag = check.flag()
-        if flag is None or not check.is_complete():
+        if not check.is_flagged():
             return False
-        flags.add(flag)
     running.mark[1].synchronize()
-    return not any(flag.is_up() for flag in flags)
+    return not running.flag.is_up()
 
 
 def _is_marked(running: _Pass) -> bool:
-    """Whether the mark in the stream lies behind all that was taken."""
-    return running.marked and all(check.is_complete() for check in running.checks)
+    """Whether the mark in the one stream lies behind all that was taken."""
+    if not running.marked or len(running.streams) != 1:
+        return False
+    return all(check.is_complete() for check in running.checks)
 
 
 def _raise(checks: list[SpotCheck]) -> None:

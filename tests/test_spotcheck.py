@@ -832,6 +832,44 @@ def test_a_tensor_that_is_rebuilt_with_other_strides(way: Callable[..., Probes])
     assert check.describe() is None
 
 
+def all_recipes(case: Case) -> remat.Plan:
+    """Every region drops all that it can."""
+    profile = remat.profile(case.model, case.batch, loss=case.loss, allow=["keep", "recompute"])
+    menus = [profile.kinds[call.kind].menu for call in profile.calls]
+    recipes = [[i for i, entry in enumerate(menu) if entry.mode is Mode.RECIPE] for menu in menus]
+    return make_plan(profile, [found[-1] for found in recipes], 1 << 40, strategy="by hand")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("gathered", [True, False])
+def test_a_number_that_changes_on_cuda(gathered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+    differ = spotcheck._differ
+    monkeypatch.setattr(spotcheck, "_differ", lambda checks: compared.append(checks) or differ(checks))
+    if not gathered:
+        monkeypatch.setattr(samples, "can_fuse", lambda device: False)
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Temperature() for _ in range(6)]).cuda()
+    case = Case(model, torch.randn(1 << 15, 8, device="cuda"), squared)
+    with remat.apply(model, all_recipes(case)) as handle:
+        for _ in range(8):  # each region has its checksum taken
+            case.run().backward()
+        compared.clear()
+        case.run().backward()
+        assert len(compared) == (not gathered), "kernels have compared, and the flag is down"
+        model[2].temperature = 0.9
+        with pytest.raises(RecomputeError, match=r"region 2: the replay of .*test_spotcheck\.py"):
+            case.run().backward()
+        model.zero_grad()
+        case.run().backward()
+        found = gradients(model)
+        assert [row.mode for row in handle.status().rows] == ["recipe"] * 2 + ["full"] + ["recipe"] * 3
+    model.zero_grad()
+    case.run().backward()
+    assert_equal(gradients(model), found)
+
+
 class ReadsBackwards(nn.Module):
     """Its index is on the host, wherever the rest is."""
 
@@ -855,10 +893,7 @@ def test_an_index_on_the_host_is_sampled(gathered: bool, monkeypatch: pytest.Mon
     case.run().backward()
     expected = gradients(model)
     model.zero_grad()
-    profile = remat.profile(model, case.batch, loss=squared, allow=["keep", "recompute"])
-    menus = [profile.kinds[call.kind].menu for call in profile.calls]
-    recipes = [[i for i, entry in enumerate(menu) if entry.mode is Mode.RECIPE] for menu in menus]
-    plan = make_plan(profile, [found[-1] for found in recipes], 1 << 40, strategy="by hand")
+    plan = all_recipes(case)
     with remat.apply(model, plan) as handle:
         case.run().backward()
         assert all(v.program is not None for r in handle.regions for v in r.variants.values())

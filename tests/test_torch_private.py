@@ -375,7 +375,13 @@ def test_the_order_of_one_graph_is_kept(monkeypatch: pytest.MonkeyPatch, kept: b
     def backend(graph: Any, inputs: Any) -> Any:
         return private.compile_joint(graph, inputs, look, uuid4().hex, "inductor")  # in no cache
 
+    def eagerly(graph: Any, inputs: Any) -> Any:
+        return private.compile_joint(graph, inputs, look, "pinned", "aot_eager")
+
     x = torch.randn(3, requires_grad=True)
+    torch.compile(lambda x: x.cos().exp(), backend=eagerly)(x)
+    assert config.reorder_for_peak_memory
+    assert not moved
     torch.compile(lambda x: x.sin().exp(), backend=backend)(x).sum().backward()
     forward = [given for given in moved if not any("tangents" in name for name in given[3])]
     assert bool(forward) != kept

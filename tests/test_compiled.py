@@ -481,6 +481,8 @@ def test_gradient_gap() -> None:
     assert not gradient_gap([a, a], [a]).ok
     assert not gradient_gap([a * float("nan")], [a]).ok
     assert gradient_gap([a.bfloat16()], [(a * 1.01).bfloat16()]).ok
+    turned = torch.complex(a, a)
+    assert not gradient_gap([turned.conj().resolve_conj()], [turned]).ok, "nothing but the imaginary part"
 
 
 @torch.library.custom_op("remat_tests::noise", mutates_args=(), tags=[torch.Tag.nondeterministic_seeded])
@@ -599,10 +601,14 @@ class Several(nn.Module):
             y = y * torch.rand_like(y)
         if self.kind == "strided" and y.dtype is torch.float64:
             y = y.t().contiguous().t()
+        if self.kind == "complex output":
+            return torch.view_as_complex(y.unflatten(-1, (4, 2)))
         return sum(others, y).sin()
 
 
-@pytest.mark.parametrize("kind", ["plain", "strided", "twice", "views", "complex", "random"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "strided", "twice", "views", "complex", "complex output", "random"]
+)
 def test_more_digits_are_of_the_same_computation(kind: str) -> None:
     """Otherwise there are none: gradients of zero would be no farther from others than the right ones."""
     torch.manual_seed(0)
@@ -610,7 +616,7 @@ def test_more_digits_are_of_the_same_computation(kind: str) -> None:
     args = {"twice": (x, x, x), "views": (x[:, :8], x.detach()[:, :8])}.get(kind, (x,))
     plain = gradients_of(block.forward, (args, {}), (block,))
     digits = precise_gradients(block, block.forward, (args, {}), plain)
-    assert (digits is None) == (kind in ("views", "complex", "random"))
+    assert (digits is None) == (kind in ("views", "complex", "complex output", "random"))
     for place in range(len(plain)):
         for factor in (0.0, 0.5, -1.0):
             wrong = [t * factor if n == place else t for n, t in enumerate(plain)]

@@ -810,6 +810,17 @@ def test_small_tensors_wait_for_each_other_and_large_ones_do_not(monkeypatch: py
     assert (launched, memory()) == ([(1, 0, 7)], None)
 
 
+def test_what_waits_counts_by_the_memory_that_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slice holds all of the tensor that it is a part of."""
+    gathers_by_address(monkeypatch)
+    monkeypatch.setattr(samples, "_WAITING_BYTES", 1000)
+    tensors = [torch.arange(10.0) for _ in range(3)]
+    taken = probes({place: layout_of(tensor) for place, tensor in enumerate(tensors)}, CPU).expect(tensors, 2)
+    flag = Flag()
+    assert not taken.see(0, tensors[0], flag.address), "40 bytes wait"
+    assert taken.see(1, torch.arange(400.0)[:10], flag.address), "1,600 do not"
+
+
 @pytest.mark.parametrize("wrong", [None, (0, 1), (1, 2), (2, 0)])
 def test_whole_and_partial_samples_are_compared_together(
     wrong: tuple[int, int] | None, way: Callable[..., Probes]

@@ -157,7 +157,7 @@ def precise_gradients(
         return None
     held = [*module.parameters(), *module.buffers()]
     given = {id(tensor): tensor for tensor in tensors(inputs)}
-    if not _can_be_widened(held, list(given.values())):
+    if any(t.is_complex() for t in expected) or not _can_be_widened(held, list(given.values())):
         return None
     floats = [t for t in (*given.values(), *held) if t.is_floating_point()]
     wide = torch.float32 if any(t.element_size() < 4 for t in floats) else torch.float64
@@ -217,7 +217,7 @@ def gradient_gap(
         if torch.equal(a, b):
             continue
         exact, tolerance = False, _TOLERANCE.get(b.dtype, 2e-3)
-        norm = float(b.double().norm())
+        norm = float(_wide(b).norm())
         gap = _distance(a, b) / max(norm, 1e-30)
         finite = math.isfinite(gap) or not math.isfinite(norm)
         if finite and gap > tolerance and precise is not None:
@@ -233,4 +233,8 @@ def gradient_gap(
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.double() - b.double()).norm())
+    return float((_wide(a) - _wide(b)).norm())
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)

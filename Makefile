@@ -13,14 +13,15 @@ BIN := .venv/bin
 demo: $(STAMP)
 	$(BIN)/remat demo
 
-# One thread for each worker: more threads than cores wait for each other.
+# One thread for each worker: more threads than cores wait for each other. A worker that has nothing left takes
+# tests from another: some take minutes.
 test test-all: export OMP_NUM_THREADS = 1
 
 test: $(STAMP) browser
-	$(BIN)/pytest -n $(WORKERS) -m "not slow"
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not slow"
 
 test-all: $(STAMP) browser
-	$(BIN)/pytest -n $(WORKERS)
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal
 
 # Fit every tiny model family and write docs/families.md: about half an hour. A broken-off sweep goes on.
 families: $(STAMP)

@@ -5,14 +5,18 @@
 Per workload, in one process: the plain eager step; torch.compile of the whole model and of each block
 ("regional"), each with activation_memory_budget 1.0, 0.5, 0.25 and 0.0; compiled blocks inside torch's
 checkpoint; and remat with compile=True at several shares of the plain step's activation peak, and, fitted
-with compile="whole" at one of them, as one graph ("remat-whole"). On the launch-bound model that is
-at 0.6 of torch.compile's own peak.
+with compile="whole" at one of them, as one graph ("remat-whole"). On the launch-bound model that is at 0.6 of
+the plain step's peak and at 0.6 of torch.compile's own, which is lower.
 
-Times are CUDA events after warm-up, every method in every round in shuffled order and compared with the plain
-step of the same round; the peak is the allocator's above what is resident (parameters and gradients are). The
-file is written after every method, so that a run that is cut short loses nothing; a method that fails is
-recorded with its error; with --limit no further method is prepared after so many seconds, and the rest is
-recorded as not run.
+Times are CUDA events after warm-up, every method in every round in shuffled order and compared with plain
+steps right before it: compiled steps heat the device until it slows down, and what follows them, too. The
+peak is the allocator's above what is resident (parameters and gradients are). The file is written after every
+method, so that a run that is cut short loses nothing; a method that fails is recorded with its error; with
+--limit no further method is prepared after so many seconds, and the rest is recorded as not run.
+
+Compiling whole models takes most of a run. Several processes at once can do that before, each with
+`--methods whole --stock-budgets 0.5 --rounds 0`: the compiler's cache is on disk, and only the first step's
+seconds of those methods are then none of a fresh compilation.
 
 On a machine without accelerator it runs small shapes, so that it cannot rot.
 """
@@ -61,7 +65,7 @@ WORKLOADS: dict[str, Callable[[], Job]] = {
     "tiny-vit": lambda: vit(3, 64, 4, 32, 8, 8),
     "tiny-gpt2": lambda: gpt2(3, 64, 4, 256, 4, 64),
 }
-LAUNCH_BOUND_SHARE = 0.6  # of torch.compile's own peak
+LAUNCH_BOUND_SHARE = 0.6  # of the plain step's peak, and of torch.compile's own
 
 
 # ---------------------------------------------------------------------------------------------- the race
@@ -89,6 +93,7 @@ class Race:
         self.blocks = [block.module for block in find_blocks(self.model)]
         self.methods: list[Method] = []
         self.times: dict[str, list[list[float]]] = {}  # by round, the first of which is preparation
+        self.beside: dict[str, list[list[float]]] = {}  # the plain steps before them, by round
         self.result: dict[str, Any] = {"methods": {}}
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -119,6 +124,7 @@ class Race:
                 clean()
                 peak = peak_of(self.step)
                 self.times[method.label] = [[seconds_of(self.step) for _ in range(2)]]
+                self.beside[method.label] = self.times.get("plain", [])[:1]
         except Exception as error:
             self.record(method.label, failed=f"{type(error).__name__}: {str(error)[:300]}")
             print(
@@ -135,17 +141,21 @@ class Race:
         order = random.Random(0)
         for _ in range(self.options.rounds):
             for method in order.sample(self.methods, len(self.methods)):
+                if self.beside[method.label]:
+                    self.beside[method.label].append(self._steps(1, 2))
                 with method.context():
-                    self.step()
-                    self.step()
-                    seconds = [seconds_of(self.step) for _ in range(self.options.runs)]
-                self.times[method.label].append(seconds)
+                    self.times[method.label].append(self._steps(2, self.options.runs))
                 self._summarise(method.label)
         for method in self.methods:
             self._show(method.label)
 
+    def _steps(self, untimed: int, timed: int) -> list[float]:
+        for _ in range(untimed):
+            self.step()
+        return [seconds_of(self.step) for _ in range(timed)]
+
     def _summarise(self, label: str) -> None:
-        rounds, plain = self.times[label], self.times.get("plain")
+        rounds, plain = self.times[label], self.beside[label]
         row = self.result["methods"][label]
         every = [seconds for found in rounds[1:] or rounds for seconds in found]
         facts: dict[str, Any] = {"seconds": statistics.median(every), "runs": len(every)}
@@ -246,7 +256,10 @@ class Race:
         if self.name == "launch-bound" and stock is not None and "peak_bytes" in stock:
             plain = self.result["methods"]["plain"]["peak_bytes"]
             share = LAUNCH_BOUND_SHARE * stock["peak_bytes"] / plain
-            in_one_graph = {f"{LAUNCH_BOUND_SHARE} of torch.compile's peak": share}
+            in_one_graph = {
+                f"{LAUNCH_BOUND_SHARE}": LAUNCH_BOUND_SHARE,
+                f"{LAUNCH_BOUND_SHARE} of torch.compile's peak": share,
+            }
             shares |= in_one_graph
         if "remat" in self.options.methods.split(","):
             for label, share in shares.items():
@@ -333,7 +346,9 @@ class Race:
 
     def run(self) -> dict[str, Any]:
         wanted = self.options.methods.split(",")
-        some = STOCK_BUDGETS[:1]
+        budgets = tuple(map(float, self.options.stock_budgets.split(",")))
+        some = tuple(budget for budget in budgets if budget == STOCK_BUDGETS[0])
+        more = tuple(budget for budget in budgets if budget not in some)
         if "plain" in wanted:
             self.add_plain()
         if "whole" in wanted and self.name == "launch-bound":  # what remat is compared with there
@@ -343,11 +358,11 @@ class Race:
         if {"remat", "remat-whole"} & set(wanted):
             self.add_remat()
         if "regional" in wanted:
-            self.add_regional(STOCK_BUDGETS[1:])
+            self.add_regional(more)
         if "checkpoint" in wanted:
             self.add_checkpoint()
         if "whole" in wanted:
-            self.add_whole(STOCK_BUDGETS[1:] if self.name == "launch-bound" else STOCK_BUDGETS)
+            self.add_whole(more if self.name == "launch-bound" else budgets)
         self.rounds()
         self.result["seconds"] = time.perf_counter() - self.begin
         self._write(self.result)
@@ -359,6 +374,11 @@ def main() -> None:
     parser.add_argument("--out")
     parser.add_argument("--workloads", default="llama-1.3b,launch-bound" if CUDA else "tiny-llama")
     parser.add_argument("--methods", default=",".join(GROUPS), help=f"of {', '.join(GROUPS)}")
+    parser.add_argument(
+        "--stock-budgets",
+        default=",".join(map(str, STOCK_BUDGETS)),
+        help="torch's activation_memory_budget, of torch.compile alone",
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--runs", type=int, default=3, help="timed steps of a method in one round")
     parser.add_argument(

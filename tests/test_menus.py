@@ -78,8 +78,60 @@ def test_a_step_takes_no_less_than_its_regions_take_the_accelerator(monkeypatch,
     ran = tuple(Segment(Phase.BACKWARD, call, 0, 0, 0) for call in range(10))
     monkeypatch.setattr(profiling, "_whole_step", lambda *args: profiling._WholeStep(ran, 0, 0.2))
     request = SimpleNamespace(compiler="")
-    _, fastest, eager = profiling._fastest_step(request, [], found, kinds, torch.device("cpu"))
-    assert fastest == eager == pytest.approx(plain)
+    _, fastest, shifts = profiling._fastest_step(request, [], found, kinds, torch.device("cpu"))
+    assert fastest == pytest.approx(plain)
+    assert not shifts
+
+
+def compiled_step(monkeypatch, free_bytes, kept_seconds=5e-3):
+    """What `_fastest_step` says, and the kept calls of each step that it ran: eight calls of a block that
+    alone takes 2 ms longer kept than compiled, and 10 ms recomputed; in a step, kept, `kept_seconds`."""
+    menu = (
+        Entry(Mode.KEEP, 100, 0, 0, extra_seconds=2e-3),
+        Entry(Mode.COMPILED, 50, 0, 0, extra_seconds=0.0, recipe=DROP),
+        Entry(Mode.FULL, 0, 0, 0, extra_seconds=10e-3),
+    )
+    kinds = [Kind("", menu, 100, 3e-3, graph=graph(), compiler="inductor")]
+    found = SimpleNamespace(sightings=[SimpleNamespace(species=0, name=f"{i}", call=0) for i in range(8)])
+    ran = tuple(Segment(Phase.BACKWARD, call, 0, 400, 0) for call in range(8))
+    steps = []
+
+    def step(model, blocks, run, ways):
+        steps.append([name for (name, _), way in ways.items() if way is profiling._as_it_is])
+        return 0.1 + kept_seconds * len(steps[-1])
+
+    monkeypatch.setattr(profiling, "_whole_step", lambda *args: profiling._WholeStep(ran, 0, 0.18))
+    monkeypatch.setattr(profiling, "_frugal_step", step)
+    monkeypatch.setattr(profiling, "_free_bytes", lambda device: free_bytes)
+    request = SimpleNamespace(compiler="inductor", model=None, run=None)
+    return profiling._fastest_step(request, [], found, kinds, torch.device("cuda")), steps
+
+
+def test_steps_say_what_eager_blocks_take_longer_than_compiled_ones(monkeypatch):
+    """Where the host keeps a block waiting, computing it again takes longer alone than in a step: the step
+    less that looks as fast as a compiled one, and keeping eager blocks would cost nothing."""
+    (_, fastest, shifts), steps = compiled_step(monkeypatch, free_bytes=700)
+    assert fastest == pytest.approx(0.1)
+    assert shifts == {Mode.FULL: pytest.approx(0.0), Mode.KEEP: pytest.approx(3e-3)}
+    assert ["3", "7"] in steps
+
+
+def test_the_step_that_keeps_some_blocks_only_runs_where_it_has_room(monkeypatch):
+    """It is predicted to need 400 bytes and twice 100."""
+    (_, _, shifts), steps = compiled_step(monkeypatch, free_bytes=650)
+    assert not any(steps)
+    assert shifts[Mode.KEEP] == shifts[Mode.FULL]
+
+
+def test_where_some_blocks_cannot_be_kept_their_price_is_that_of_recomputed_ones(monkeypatch):
+    class NoRoom(float):
+        def __mul__(self, kept):
+            if kept:
+                raise torch.OutOfMemoryError("no room")
+            return 0.0
+
+    (_, _, shifts), _ = compiled_step(monkeypatch, free_bytes=700, kept_seconds=NoRoom())
+    assert shifts[Mode.KEEP] == shifts[Mode.FULL]
 
 
 @pytest.mark.gpu

@@ -1,7 +1,7 @@
 """model, batch -> Profile: survey the regions, solve a menu for each distinct one, run every entry for real.
 
 Nothing here needs the plain step's memory: regions are captured and run one at a time, and whole steps run
-with every region checkpointed.
+with every region checkpointed, or most of them compiled with their smallest saved set.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from remat.records import (
 )
 from remat.run.chunk import chunk_head, find_head
 from remat.run.chunk_loss import no_row_ignored
-from remat.run.compiled import CompiledBlock, block_for, decompiled
+from remat.run.compiled import block_for, decompiled
 from remat.run.fused import can_fuse
 from remat.run.onegraph import calls_of, trunks_of
 from remat.run.quiet import quiet
@@ -60,10 +60,14 @@ __all__ = [
 ]
 
 Progress = Callable[[str], None]
+_Place = tuple[str, int]  # a call of a region: its name and number
+_Way = Callable[[nn.Module, Callable[..., Any], Any, Any], Any]  # how it runs: module, forward, args, kwargs
 
 _LONG_SECONDS = 0.3  # an accelerator's step that takes so long is timed while its bytes are read
 _STEPS_COMPILED = 3  # timed, after a first one
-_PAIRS, _PAIRS_LONG = 4, 2  # steps timed with the head as it is and in chunks; of long ones
+_PAIRS, _PAIRS_LONG = 4, 2  # steps that are timed one way and the other; of long ones
+_ONE_KEPT_OF = 4  # compiled calls, in the step that is timed to see what keeping takes
+_ROOM = 0.9  # of the free bytes, that this step may be predicted to take
 _KINDS_IN_FULL = 4  # kinds of blocks that are compiled with as many saved sets as pay; more get two each
 
 
@@ -146,7 +150,7 @@ def build_profile(request: Request, progress: Progress) -> Profile:
         release_cached(device)
         progress("measuring a step")
         try:
-            whole, seconds, eager = _fastest_step(request, blocks, found, kinds, device)
+            whole, seconds, shifts = _fastest_step(request, blocks, found, kinds, device)
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(
                 f"{type(model).__name__}'s step does not fit beside what is in memory, though every region "
@@ -158,8 +162,7 @@ def build_profile(request: Request, progress: Progress) -> Profile:
             notes += [chunks] if isinstance(chunks, str) else []
     step = replace(step, outputs=whole.output_bytes)
     calls = tuple(region_call(sighting) for sighting in found.sightings)
-    if device.type == "cuda":  # a host's timings are too noisy for that
-        kinds = _as_in_steps(kinds, calls, eager - seconds)
+    kinds = _as_in_steps(kinds, shifts)
     return Profile(
         model=type(model).__name__,
         fingerprint=fingerprint(model),
@@ -220,10 +223,11 @@ def _without(extra: float, seconds: float, most: float = 0.5) -> float:
 
 def _fastest_step(
     request: Request, blocks: Sequence[Block], found: Survey, kinds: Sequence[Kind], device: torch.device
-) -> tuple[_WholeStep, float, float]:
+) -> tuple[_WholeStep, float, dict[Mode, float]]:
     """Timeline of the step with every region recomputed as a whole, and seconds of the step with every region
     in its fastest entry: those of a frugal step, less what its regions take longer, but not less than its
-    regions take the accelerator. Last, the same seconds as a step with eager regions has them."""
+    regions take the accelerator. Last, where an accelerator runs compiled blocks, how many more seconds than
+    its menu says a call takes in a step, recomputed or kept; a host's timings are too noisy for that."""
     whole = _whole_step(request, blocks, found, device)
     references = [kind.menu[kind.reference] for kind in kinds]
     ran = {segment.call for segment in whole.segments if segment.phase is Phase.BACKWARD}
@@ -234,8 +238,12 @@ def _fastest_step(
         paced = _compiled_seconds(request, blocks, found, kinds, sets)
         if ranks.all_of(paced is not None) and paced is not None:
             compiled = _without(_extra_of(sets, found, ran), ranks.agree(paced))
-            return whole, compiled, eager
-    return whole, eager, eager
+            if device.type != "cuda":
+                return whole, compiled, {}
+            recomputed = (eager - compiled) / sum(bool(kinds[s.species].compiler) for s in found.sightings)
+            kept = _kept_shift(request, blocks, found, kinds, sets, whole, device)
+            return whole, compiled, {Mode.FULL: recomputed, Mode.KEEP: recomputed if kept is None else kept}
+    return whole, eager, {}
 
 
 def _extra_of(entries: Sequence[Entry], found: Survey, ran: set[int]) -> float:
@@ -243,16 +251,13 @@ def _extra_of(entries: Sequence[Entry], found: Survey, ran: set[int]) -> float:
     return sum(entries[s.species].extra_seconds for call, s in enumerate(found.sightings) if call in ran)
 
 
-def _as_in_steps(kinds: Sequence[Kind], calls: Sequence[RegionCall], gap_seconds: float) -> list[Kind]:
-    """Compiled kinds with eager entries that are dearer by the gap, shared out over their calls: by how much
-    steps with eager and with compiled blocks disagree about the seconds of the fastest step. Blocks alone do
-    not tell: compiled ones take longer in a step than by themselves, eager ones hardly."""
-    share = gap_seconds / max(sum(bool(kinds[call.kind].compiler) for call in calls), 1)
+def _as_in_steps(kinds: Sequence[Kind], shifts: Mapping[Mode, float]) -> list[Kind]:
+    """Compiled kinds with eager entries that are so much dearer, by their mode, as steps are with such
+    entries. Blocks alone do not tell: compiled ones take longer in a step than by themselves; and where the
+    host sets the pace of a block alone, computing it again takes longer there than in a step."""
 
     def shifted(entry: Entry) -> Entry:
-        if entry.mode is Mode.COMPILED:
-            return entry
-        return replace(entry, extra_seconds=max(entry.extra_seconds + share, 0.0))
+        return replace(entry, extra_seconds=max(entry.extra_seconds + shifts.get(entry.mode, 0.0), 0.0))
 
     return [replace(kind, menu=tuple(map(shifted, kind.menu))) if kind.compiler else kind for kind in kinds]
 
@@ -270,9 +275,62 @@ def _compiled_seconds(
     return statistics.median(steps)
 
 
-def _compiled_calls(
-    found: Survey, kinds: Sequence[Kind], sets: Sequence[Entry]
-) -> dict[tuple[str, int], CompiledBlock]:
+def _kept_shift(
+    request: Request,
+    blocks: Sequence[Block],
+    found: Survey,
+    kinds: Sequence[Kind],
+    sets: Sequence[Entry],
+    whole: _WholeStep,
+    device: torch.device,
+) -> float | None:
+    """How many more seconds than its menu says a compiled call takes in a step if it runs eagerly and keeps
+    what it saves. Every fourth does, beside others with these saved sets: for all of them there may be no
+    room. None if for a fourth there is none, either."""
+    ways = _compiled_calls(found, kinds, sets)
+    calls = [sighting for sighting in found.sightings if (sighting.name, sighting.call) in ways]
+    kept = calls[_ONE_KEPT_OF - 1 :: _ONE_KEPT_OF] or calls[-1:]
+    keeping = ways | {(sighting.name, sighting.call): _as_it_is for sighting in kept}
+    keeps = [kinds[sighting.species].menu[0] for sighting in kept]
+    needed = max(segment.peak_bytes for segment in whole.segments) + sum(e.resident_bytes for e in keeps)
+    if not ranks.all_of(needed <= _ROOM * _free_bytes(device)):
+        return None
+
+    def step(keep: bool) -> float:
+        return _frugal_step(request.model, blocks, request.run, keeping if keep else ways)
+
+    try:
+        longer: float | None = _difference(step, whole.seconds) / len(kept)
+    except torch.OutOfMemoryError:
+        longer = None
+    if not ranks.all_of(longer is not None) or longer is None:
+        return None
+    said = [keep.extra_seconds - sets[s.species].extra_seconds for keep, s in zip(keeps, kept, strict=True)]
+    return ranks.agree(longer) - statistics.mean(said)
+
+
+def _free_bytes(device: torch.device) -> int:
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
+
+
+def _as_it_is(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
+
+
+def _difference(step: Callable[[bool], float], seconds: float) -> float:
+    """Seconds that a step, which takes about `seconds`, takes longer one way than the other. Both run in
+    pairs, each the other way round: a clock that slows down would show as a difference that is none."""
+    pairs = _PAIRS_LONG if ranks.agree(seconds) > _LONG_SECONDS else _PAIRS
+    step(True)  # kernels are made in the first
+    found = []
+    for pair in range(pairs):
+        timed = {way: step(way) for way in ((False, True) if pair % 2 else (True, False))}
+        found.append(timed[True] - timed[False])
+    return statistics.median(found)
+
+
+def _compiled_calls(found: Survey, kinds: Sequence[Kind], sets: Sequence[Entry]) -> dict[_Place, _Way]:
     """The calls that run compiled with these saved sets, by name and number."""
     made = [
         block_for(kind.signature, kind.graph, entry.recipe, kind.compiler)
@@ -343,52 +401,41 @@ def _chunked_step(
             why = counts.reason or "no F.cross_entropy is computed from its logits"
             return f"head and loss do not run in chunks: {head[0]}: {why}"
     sets = [kind.menu[_timed_entry(kind)] for kind in kinds]
-    pairs = _PAIRS_LONG if ranks.agree(seconds) > _LONG_SECONDS else _PAIRS
     try:
-        gain = _gained(request, blocks, head[0], _compiled_calls(found, kinds, sets), pairs)
+        gain = _gained(request, blocks, head[0], _compiled_calls(found, kinds, sets), seconds)
     except torch.OutOfMemoryError:
-        gain = _gained(request, blocks, head[0], {}, pairs)
+        gain = _gained(request, blocks, head[0], {}, seconds)
     trunks = trunks_of(compiled, head[0], called)
     chunked_seconds = _without(ranks.agree(gain), seconds)
     return HeadChunks(head[0], whole.segments, chunked_seconds, trunks, whole.output_bytes)
 
 
 def _gained(
-    request: Request,
-    blocks: Sequence[Block],
-    head: str,
-    compiled: Mapping[tuple[str, int], CompiledBlock],
-    pairs: int,
+    request: Request, blocks: Sequence[Block], head: str, compiled: Mapping[_Place, _Way], seconds: float
 ) -> float:
-    """Seconds that chunks save (or, below zero, cost). Steps with and without them run in pairs, each the
-    other way round: a clock that slows down in between would show as a gain or a loss that is none."""
+    """Seconds that chunks save (or, below zero, cost) in a step that takes about `seconds`."""
 
-    def seconds(chunks: bool) -> float:
+    def step(chunks: bool) -> float:
         with chunk_head(request.model, head=head) if chunks else nullcontext():
             return _frugal_step(request.model, blocks, request.run, compiled)
 
-    seconds(True)  # kernels for as many rows as these labels leave are made in the first
-    gains = []
-    for pair in range(pairs):
-        found = {chunks: seconds(chunks) for chunks in ((False, True) if pair % 2 else (True, False))}
-        gains.append(found[False] - found[True])
-    return statistics.median(gains)
+    return -_difference(step, seconds)
 
 
 def _frugal_step(
     model: nn.Module,
     blocks: Sequence[Block],
     run: Callable[[], torch.Tensor],
-    compiled: Mapping[tuple[str, int], CompiledBlock] | None = None,
+    ways: Mapping[_Place, _Way] | None = None,
 ) -> float:
-    """Seconds of a step; `compiled`: the calls that run so, by name and number."""
+    """Seconds of a step; `ways`: the calls that are not recomputed as a whole, and how they run instead."""
     calls: Counter[str] = Counter()
 
     def visit(name: str, tower: str, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        block = compiled.get((name, calls[name])) if compiled else None
+        way = ways.get((name, calls[name])) if ways else None
         calls[name] += 1
-        if block is not None:
-            return block(module, forward, args, kwargs)
+        if way is not None:
+            return way(module, forward, args, kwargs)
         return frugally(name, module, forward, args, kwargs)
 
     device = device_of(model)

@@ -1,7 +1,7 @@
 """model, batch -> Profile: survey the regions, solve a menu for each distinct one, run every entry for real.
 
 Nothing here needs the plain step's memory: regions are captured and run one at a time, and whole steps run
-with every region checkpointed, or most of them compiled with their smallest saved set.
+with every region checkpointed, or at least three of four compiled with their smallest saved set.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def build_profile(request: Request, progress: Progress) -> Profile:
         release_cached(device)
         progress("measuring a step")
         try:
-            whole, seconds, shifts = _fastest_step(request, blocks, found, kinds, device)
+            whole, seconds, longer = _fastest_step(request, blocks, found, kinds, device)
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(
                 f"{type(model).__name__}'s step does not fit beside what is in memory, though every region "
@@ -162,7 +162,7 @@ def build_profile(request: Request, progress: Progress) -> Profile:
             notes += [chunks] if isinstance(chunks, str) else []
     step = replace(step, outputs=whole.output_bytes)
     calls = tuple(region_call(sighting) for sighting in found.sightings)
-    kinds = _as_in_steps(kinds, shifts)
+    kinds = _as_in_steps(kinds, longer)
     return Profile(
         model=type(model).__name__,
         fingerprint=fingerprint(model),
@@ -226,8 +226,9 @@ def _fastest_step(
 ) -> tuple[_WholeStep, float, dict[Mode, float]]:
     """Timeline of the step with every region recomputed as a whole, and seconds of the step with every region
     in its fastest entry: those of a frugal step, less what its regions take longer, but not less than its
-    regions take the accelerator. Last, where an accelerator runs compiled blocks, how many more seconds than
-    its menu says a call takes in a step, recomputed or kept; a host's timings are too noisy for that."""
+    regions take the accelerator. Last, where an accelerator runs compiled blocks: how much longer than its
+    menu says a call takes in a step, recomputed or kept, as a share of what it takes at its fastest. A host's
+    timings are too noisy for that."""
     whole = _whole_step(request, blocks, found, device)
     references = [kind.menu[kind.reference] for kind in kinds]
     ran = {segment.call for segment in whole.segments if segment.phase is Phase.BACKWARD}
@@ -238,12 +239,18 @@ def _fastest_step(
         paced = _compiled_seconds(request, blocks, found, kinds, sets)
         if ranks.all_of(paced is not None) and paced is not None:
             compiled = _without(_extra_of(sets, found, ran), ranks.agree(paced))
-            if device.type != "cuda":
+            calls = [s for i, s in enumerate(found.sightings) if i in ran and kinds[s.species].compiler]
+            if device.type != "cuda" or not calls:
                 return whole, compiled, {}
-            recomputed = (eager - compiled) / sum(bool(kinds[s.species].compiler) for s in found.sightings)
-            kept = _kept_shift(request, blocks, found, kinds, sets, whole, device)
+            recomputed = (eager - compiled) / _fastest_seconds(kinds, calls)
+            kept = _kept_longer(request, blocks, found, kinds, sets, calls, whole, device)
             return whole, compiled, {Mode.FULL: recomputed, Mode.KEEP: recomputed if kept is None else kept}
     return whole, eager, {}
+
+
+def _fastest_seconds(kinds: Sequence[Kind], calls: Sequence[Sighting]) -> float:
+    """Of these calls, each in its fastest entry."""
+    return sum(kinds[s.species].forward_seconds + kinds[s.species].backward_seconds for s in calls)
 
 
 def _extra_of(entries: Sequence[Entry], found: Survey, ran: set[int]) -> float:
@@ -251,15 +258,19 @@ def _extra_of(entries: Sequence[Entry], found: Survey, ran: set[int]) -> float:
     return sum(entries[s.species].extra_seconds for call, s in enumerate(found.sightings) if call in ran)
 
 
-def _as_in_steps(kinds: Sequence[Kind], shifts: Mapping[Mode, float]) -> list[Kind]:
-    """Compiled kinds with eager entries that are so much dearer, by their mode, as steps are with such
-    entries. Blocks alone do not tell: compiled ones take longer in a step than by themselves; and where the
-    host sets the pace of a block alone, computing it again takes longer there than in a step."""
+def _as_in_steps(kinds: Sequence[Kind], longer: Mapping[Mode, float]) -> list[Kind]:
+    """Compiled kinds with eager entries that take longer, by their mode: by so much of the kind's seconds.
+    Blocks alone do not tell: compiled ones take longer in a step than by themselves; and where the host sets
+    the pace of a block alone, computing it again takes longer there than in a step."""
 
-    def shifted(entry: Entry) -> Entry:
-        return replace(entry, extra_seconds=max(entry.extra_seconds + shifts.get(entry.mode, 0.0), 0.0))
+    def shifted(kind: Kind, entry: Entry) -> Entry:
+        shift = longer.get(entry.mode, 0.0) * (kind.forward_seconds + kind.backward_seconds)
+        return replace(entry, extra_seconds=max(entry.extra_seconds + shift, 0.0))
 
-    return [replace(kind, menu=tuple(map(shifted, kind.menu))) if kind.compiler else kind for kind in kinds]
+    return [
+        replace(kind, menu=tuple(shifted(kind, entry) for entry in kind.menu)) if kind.compiler else kind
+        for kind in kinds
+    ]
 
 
 def _compiled_seconds(
@@ -275,38 +286,45 @@ def _compiled_seconds(
     return statistics.median(steps)
 
 
-def _kept_shift(
+def _kept_longer(
     request: Request,
     blocks: Sequence[Block],
     found: Survey,
     kinds: Sequence[Kind],
     sets: Sequence[Entry],
+    calls: Sequence[Sighting],
     whole: _WholeStep,
     device: torch.device,
 ) -> float | None:
-    """How many more seconds than its menu says a compiled call takes in a step if it runs eagerly and keeps
-    what it saves. Every fourth does, beside others with these saved sets: for all of them there may be no
-    room. None if for a fourth there is none, either."""
-    ways = _compiled_calls(found, kinds, sets)
-    calls = [sighting for sighting in found.sightings if (sighting.name, sighting.call) in ways]
-    kept = calls[_ONE_KEPT_OF - 1 :: _ONE_KEPT_OF] or calls[-1:]
-    keeping = ways | {(sighting.name, sighting.call): _as_it_is for sighting in kept}
+    """How much longer than their menu says compiled calls take in a step if they run eagerly and keep what
+    they save, as a share of what they take at their fastest. Every fourth does, of each kind, beside others
+    with these saved sets: for all of them there may be no room. None if there is none for that, either."""
+    in_order = sorted(calls, key=lambda sighting: sighting.species)
+    kept = in_order[_ONE_KEPT_OF - 1 :: _ONE_KEPT_OF]
+    others = [sighting for sighting in calls if sighting not in kept]
     keeps = [kinds[sighting.species].menu[0] for sighting in kept]
-    needed = max(segment.peak_bytes for segment in whole.segments) + sum(e.resident_bytes for e in keeps)
-    if not ranks.all_of(needed <= _ROOM * _free_bytes(device)):
+    held = sum(e.resident_bytes for e in (*keeps, *(sets[sighting.species] for sighting in others)))
+    clear_gradients(request.model)
+    room = max(segment.peak_bytes for segment in whole.segments) + held <= _ROOM * _free_bytes(device)
+    if not ranks.all_of(bool(kept) and room):
         return None
+    compiled = _compiled_calls(found, kinds, sets)
+    keeping = compiled | {(sighting.name, sighting.call): _as_it_is for sighting in kept}
+    pairs = _pairs(whole.seconds)
 
     def step(keep: bool) -> float:
-        return _frugal_step(request.model, blocks, request.run, keeping if keep else ways)
+        return _frugal_step(request.model, blocks, request.run, keeping if keep else compiled)
 
     try:
-        longer: float | None = _difference(step, whole.seconds) / len(kept)
+        seconds: float | None = _difference(step, pairs)
     except torch.OutOfMemoryError:
-        longer = None
-    if not ranks.all_of(longer is not None) or longer is None:
+        seconds = None
+    if not ranks.all_of(seconds is not None) or seconds is None:
         return None
-    said = [keep.extra_seconds - sets[s.species].extra_seconds for keep, s in zip(keeps, kept, strict=True)]
-    return ranks.agree(longer) - statistics.mean(said)
+    said = sum(
+        keep.extra_seconds - sets[s.species].extra_seconds for keep, s in zip(keeps, kept, strict=True)
+    )
+    return (ranks.agree(seconds) - said) / _fastest_seconds(kinds, kept)
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -318,10 +336,14 @@ def _as_it_is(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs:
     return forward(*args, **kwargs)
 
 
-def _difference(step: Callable[[bool], float], seconds: float) -> float:
-    """Seconds that a step, which takes about `seconds`, takes longer one way than the other. Both run in
-    pairs, each the other way round: a clock that slows down would show as a difference that is none."""
-    pairs = _PAIRS_LONG if ranks.agree(seconds) > _LONG_SECONDS else _PAIRS
+def _pairs(seconds: float) -> int:
+    """How many pairs of steps are timed that take about so long; as many on every rank."""
+    return _PAIRS_LONG if ranks.agree(seconds) > _LONG_SECONDS else _PAIRS
+
+
+def _difference(step: Callable[[bool], float], pairs: int) -> float:
+    """Seconds that a step takes longer one way than the other. Both run in pairs, each the other way round: a
+    clock that slows down in between would show as a difference that is none."""
     step(True)  # kernels are made in the first
     found = []
     for pair in range(pairs):
@@ -401,25 +423,26 @@ def _chunked_step(
             why = counts.reason or "no F.cross_entropy is computed from its logits"
             return f"head and loss do not run in chunks: {head[0]}: {why}"
     sets = [kind.menu[_timed_entry(kind)] for kind in kinds]
+    pairs = _pairs(seconds)
     try:
-        gain = _gained(request, blocks, head[0], _compiled_calls(found, kinds, sets), seconds)
+        gain = _gained(request, blocks, head[0], _compiled_calls(found, kinds, sets), pairs)
     except torch.OutOfMemoryError:
-        gain = _gained(request, blocks, head[0], {}, seconds)
+        gain = _gained(request, blocks, head[0], {}, pairs)
     trunks = trunks_of(compiled, head[0], called)
     chunked_seconds = _without(ranks.agree(gain), seconds)
     return HeadChunks(head[0], whole.segments, chunked_seconds, trunks, whole.output_bytes)
 
 
 def _gained(
-    request: Request, blocks: Sequence[Block], head: str, compiled: Mapping[_Place, _Way], seconds: float
+    request: Request, blocks: Sequence[Block], head: str, compiled: Mapping[_Place, _Way], pairs: int
 ) -> float:
-    """Seconds that chunks save (or, below zero, cost) in a step that takes about `seconds`."""
+    """Seconds that chunks save (or, below zero, cost)."""
 
     def step(chunks: bool) -> float:
         with chunk_head(request.model, head=head) if chunks else nullcontext():
             return _frugal_step(request.model, blocks, request.run, compiled)
 
-    return -_difference(step, seconds)
+    return -_difference(step, pairs)
 
 
 def _frugal_step(

@@ -9,10 +9,11 @@ with compile="whole" at one of them, as one graph ("remat-whole"). On the launch
 the plain step's peak and at 0.6 of torch.compile's own, which is lower.
 
 Times are CUDA events after warm-up, every method in every round in shuffled order and compared with plain
-steps right before it: compiled steps heat the device until it slows down, and what follows them, too. The
-peak is the allocator's above what is resident (parameters and gradients are). The file is written after every
-method, so that a run that is cut short loses nothing; a method that fails is recorded with its error; with
---limit no further method is prepared after so many seconds, and the rest is recorded as not run.
+steps right before it: compiled steps heat the device until it slows down, and what follows them, too; with
+--rest the device has been idle for so many seconds before each of them. The peak is the allocator's above
+what is resident (parameters and gradients are). The file is written after every method, so that a run that is
+cut short loses nothing; a method that fails is recorded with its error; with --limit no further method is
+prepared after so many seconds, and the rest is recorded as not run.
 
 Compiling whole models takes most of a run. Several processes at once can do that before, each with
 `--methods whole --stock-budgets 0.5 --rounds 0`: the compiler's cache is on disk, and only the first step's
@@ -142,6 +143,7 @@ class Race:
         order = random.Random(0)
         for _ in range(self.options.rounds):
             for method in order.sample(self.methods, len(self.methods)):
+                time.sleep(self.options.rest)
                 if self.beside[method.label] and method.label != "plain":
                     self.beside[method.label].append(self._steps(1, 2))
                 with method.context():
@@ -367,7 +369,7 @@ class Race:
         if "whole" in wanted:
             self.add_whole(more if self.name == "launch-bound" else budgets)
         self.rounds()
-        self.result["seconds"] = time.perf_counter() - self.begin
+        self.result |= {"seconds": time.perf_counter() - self.begin, "rest_seconds": self.options.rest}
         self._write(self.result)
         return self.result
 
@@ -383,6 +385,7 @@ def main() -> None:
         help="torch's activation_memory_budget, of torch.compile alone",
     )
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rest", type=float, default=0.0, help="idle seconds before a method is timed")
     parser.add_argument("--runs", type=int, default=3, help="timed steps of a method in one round")
     parser.add_argument(
         "--limit", type=float, help="seconds per workload after which nothing more is prepared"

@@ -6,8 +6,10 @@ Per workload, in one process: the plain step; remat at eight shares of its activ
 compiled, planned from one profile each and confirmed by a run; torch's checkpoint on all blocks, every second
 one, and reentrant; selective checkpointing; the chunked loss; the ways to offload; torch.compile of each
 block and of the whole model with its own budgets. Then remat once more right at the peak of each peer that it
-has not beaten. Then the race: every method in every round, in shuffled order. Time is the median of CUDA
-events; the peak is the allocator's active bytes above what is resident (parameters and gradients are).
+has not beaten. Then the race: every method in every round, in shuffled order, the plain step several times.
+Time is the median of CUDA events over that of the round's plain steps; with --rest the device has been idle
+for so many seconds before each method. The peak is the allocator's active bytes above what is resident
+(parameters and gradients are).
 
 The file is written after every method; what fails is recorded with its error; --limit prepares nothing more
 once that and the rounds to come would take longer. Times of different runs are never compared: a workload's
@@ -67,6 +69,7 @@ TRIES = 3  # plans for one share, each by what the last one's peak was off
 PIECES = 0.002 if CUDA else 0.0  # relative: the allocator's pieces, which no plan is made anew for
 NEAR = 0.03  # a row of ours so little below a peer's peak stands for it
 CLEARLY = 0.98  # of a peer's time: faster than any noise
+PLAIN_EVERY = 5  # methods in a round
 ROUND_SECONDS = 0.8  # of timed steps for one method in one round, about
 # Relative, over all layers: sums in another order, and compiled code that rounds less often.
 ROUNDING = {torch.float32: 1e-2, torch.bfloat16: 0.1, torch.float16: 0.1}
@@ -163,6 +166,7 @@ class Race:
             "rows": [row.as_json() for row in self.rows()],
             "profiles": self.profiles,
             "verdict": verdict(self.rows(), self.targets()).as_json(),
+            "rest_seconds": self.options.rest,
             "seconds": time.perf_counter() - self.begin,
         }
 
@@ -198,7 +202,7 @@ class Race:
         steps, total = 1 + self.steps_per_round(), 0.0
         for lane in (self.lanes[method.label] for method in self.methods if not method.slow):
             put_on = 0.0 if lane.compiled else min(lane.facts["first_step_seconds"], 3.0)
-            total += steps * (lane.cost() or 0.0) + put_on
+            total += steps * (lane.cost() or 0.0) + put_on + self.options.rest
         return float(self.options.rounds * total) if CUDA else 0.0
 
     def steps_per_round(self) -> int:
@@ -361,20 +365,31 @@ class Race:
         steps = self.steps_per_round()
         for number in range(self.options.rounds):
             self.say(f"round {number + 1}: {len(raced)} methods, {steps} steps each")
-            for method in order.sample(raced, len(raced)):
+            for method in raced:
+                self.lanes[method.label].rounds.append([])
+            for method in with_plain(order.sample(raced, len(raced))):
                 lane = self.lanes[method.label]
+                time.sleep(self.options.rest)
                 try:
                     with method.context():
                         self.job.step()
-                        lane.rounds.append([seconds_of(self.job.step) for _ in range(steps)])
+                        lane.rounds[-1] += [seconds_of(self.job.step) for _ in range(steps)]
                 except Exception as error:
                     lane.facts["failed_in_the_race"] = one_line(error)
-                    lane.rounds.append([])
                 lane.facts |= method.facts
                 if "failed_in_the_race" in lane.facts:
                     clean()
                     self.restore_gradients()
                 self.write()
+
+
+def with_plain(methods: Sequence[Method]) -> list[Method]:
+    """The plain step before every few methods, instead of once: a device that grows hot on the way through a
+    round, and slower, does so for it as for them."""
+    plain = [method for method in methods if method.group == "plain"]
+    others = [method for method in methods if method.group != "plain"]
+    starts = range(0, max(len(others), 1), PLAIN_EVERY)
+    return [method for start in starts for method in (*plain, *others[start : start + PLAIN_EVERY])]
 
 
 class Planner:
@@ -625,6 +640,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--steps", type=int, help="timed steps of a method in one round; about a second's by default"
     )
+    parser.add_argument("--rest", type=float, default=0.0, help="idle seconds before a method is timed")
     parser.add_argument("--limit", type=float, help="seconds for one workload, the rounds included, about")
     parser.add_argument("--out", help="JSON, written after every method")
     parser.add_argument(

@@ -227,11 +227,11 @@ WORKLOADS: dict[str, Workload] = {
     ),
     "gpt2-774m": Workload(
         "GPT-2 with dropout, 36 layers of 1280, batch 8 x 1024",
-        partial(gpt2, 36, 1280, 20, 50257, 8, 1024), partial(gpt2, 3, 64, 4, 128, 2, 64),
+        partial(gpt2, 36, 1280, 20, 50257, 8, 1024), partial(gpt2, 3, 64, 4, 128, 2, 64), ALL,
     ),
     "vit-l16": Workload(
         "ViT-L/16, 24 layers of 1024, batch 128",
-        partial(vit, 24, 1024, 16, 224, 16, 128), partial(vit, 3, 64, 4, 32, 4, 4),
+        partial(vit, 24, 1024, 16, 224, 16, 128), partial(vit, 3, 64, 4, 32, 4, 4), ALL,
     ),
     "vit-b16": Workload(
         "ViT-B/16, 12 layers of 768, batch 128",

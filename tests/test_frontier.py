@@ -393,6 +393,28 @@ def test_fallbacks_of_any_round_are_remembered(bench, monkeypatch):
     assert method.facts["fallbacks"] == 2
 
 
+def test_the_plain_step_runs_beside_all_parts_of_a_round(bench):
+    made = bench["peers"].Method
+    methods = [
+        made(f"{i}", "plain" if i == 7 else "regional", bench["frontier"].nullcontext) for i in range(12)
+    ]
+    order = [method.label for method in bench["frontier"].with_plain(methods)]
+    assert order == ["7", "0", "1", "2", "3", "4", "7", "5", "6", "8", "9", "10", "7", "11"]
+    assert bench["frontier"].with_plain(methods[7:8]) == methods[7:8]
+    assert bench["frontier"].with_plain(methods[:3]) == methods[:3]
+
+
+def test_every_method_rests_before_it_is_timed(bench, monkeypatch):
+    slept = []
+    monkeypatch.setattr(bench["frontier"].time, "sleep", slept.append)
+    content = bench["frontier"].main(
+        ["--methods", "plain,checkpoint", "--rounds", "2", "--steps", "1", "--rest", "3"]
+    )
+    found = content["workloads"]["llama-1.3b"]
+    assert found["rest_seconds"] == 3
+    assert [seconds for seconds in slept if seconds == 3] == [3] * 2 * len(found["rows"])
+
+
 def test_a_group_that_cannot_be_made_is_recorded_and_the_race_goes_on(bench, monkeypatch):
     def broken(*args: Any) -> list[Any]:
         raise AttributeError("no such block")

@@ -42,10 +42,11 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# Installed again whenever the requirements change; the pins live in constraints.txt.
+# Installed again whenever the requirements change; the pins live in constraints.txt. What is imported is compiled
+# then: most of what is installed never is.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[dev,docs,hf,diffusers,trl,lightning]'
+	$(BIN)/python -m pip install --quiet --no-compile $(PIP_ARGS) -c constraints.txt -e '.[dev,docs,hf,diffusers,trl,lightning]'
 	touch $@
 
 clean:

@@ -22,6 +22,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import config as dynamo_config
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
 from torch.nn import functional as F
 
 import remat
@@ -515,9 +518,10 @@ class TwoKindsOfNoise(nn.Module):
 
 
 @needs_compiler
-def test_random_numbers_are_drawn_in_one_order_whatever_is_saved(tmp_path: Path, monkeypatch: Any) -> None:
+@inductor_config.patch(fx_graph_cache=False)  # no graph that was compiled before
+@functorch_config.patch(enable_autograd_cache=False)
+def test_random_numbers_are_drawn_in_one_order_whatever_is_saved() -> None:
     """The compiler moves operations to where they hold least memory; those that draw must not be moved."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # nothing that was compiled before
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), *[TwoKindsOfNoise() for _ in range(2)]).train()  # of one kind
     batch = torch.randn(8, 32, 64)
@@ -1020,12 +1024,13 @@ class Tempered(Block):
         return super().forward(x) * (1 + self.number / 64)
 
 
+@dynamo_config.patch(recompile_limit=4)
 def test_a_block_that_is_compiled_too_often_recomputes() -> None:
     torch.manual_seed(0)
     case = Case(nn.Sequential(*(Tempered() for _ in range(3))).train(), torch.randn(4, 32, 32), squared)
     plain = copy.deepcopy(case.model)
     with fit(case, case.model, activations=0.5) as handle:
-        for number in range(1, 12):
+        for number in range(1, 7):
             for model in (plain, case.model):
                 model.zero_grad()
                 for block in model:

@@ -270,7 +270,10 @@ def test_the_verdict_is_that_of_the_rows(small):
     assert small["verdict"]["targets"] == []  # those are of the full shape
 
 
-@pytest.mark.parametrize("name", ["gpt2-774m", "vit-b16", "resnet-152", "llama-7b-lora", "video-dit", "moe"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("vit-b16", "llama-7b-lora", "video-dit")]
+
+
+@pytest.mark.parametrize("name", ["gpt2-774m", "resnet-152", "moe", *SLOW])
 def test_every_kind_of_workload_runs(bench, name):
     """The plain step, checkpointing, and one plan, with equal gradients."""
     options = bench["frontier"].parsed([])

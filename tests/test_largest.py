@@ -40,7 +40,7 @@ def by_trying_all(net, budget, sizes, **options):
     return plans
 
 
-@pytest.mark.parametrize("share", [0.3, 0.7, 1.02])
+@pytest.mark.parametrize("share", [0.3, 0.7, pytest.param(1.02, marks=pytest.mark.slow)])
 def test_the_largest_is_the_one_that_trying_all_finds(share):
     net = model()
     budget = int(share * least_budget(profile(net, batch(20), loss=squared)))

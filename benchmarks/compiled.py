@@ -5,8 +5,8 @@
 Per workload, in one process: the plain eager step; torch.compile of the whole model and of each block
 ("regional"), each with activation_memory_budget 1.0, 0.5, 0.25 and 0.0; compiled blocks inside torch's
 checkpoint; and remat with compile=True at several shares of the plain step's activation peak, and, fitted
-with compile="whole" at one of them, as one graph ("remat-whole"). On the launch-bound model that is at 0.6 of
-the plain step's peak and at 0.6 of torch.compile's own, which is lower.
+with compile="whole" at some (--one-graph), as one graph ("remat-whole"). On the launch-bound model that is at
+0.6 of the plain step's peak and at 0.6 of torch.compile's own, which is lower.
 
 Times are CUDA events after warm-up, every method in every round in shuffled order and compared with plain
 steps right before it: compiled steps heat the device until it slows down, and what follows them, too; with
@@ -254,7 +254,7 @@ class Race:
             path = Path(self.options.out).with_name(f"compiled-profile-{self.name}.json")
             path.write_text(to_json(profile), encoding="utf-8")
         shares = {f"{share}": share for share in SHARES}
-        in_one_graph = {f"{WHOLE_SHARE}": WHOLE_SHARE}
+        in_one_graph = {share: float(share) for share in self.options.one_graph.split(",")}
         if self.name == "launch-bound":
             in_one_graph = {f"{LAUNCH_BOUND_SHARE}": LAUNCH_BOUND_SHARE} | self._below_stock()
             shares |= in_one_graph
@@ -383,6 +383,9 @@ def main() -> None:
         "--stock-budgets",
         default=",".join(map(str, STOCK_BUDGETS)),
         help="torch's activation_memory_budget, of torch.compile alone",
+    )
+    parser.add_argument(
+        "--one-graph", default=f"{WHOLE_SHARE}", help="shares for remat-whole, but for the launch-bound model"
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rest", type=float, default=0.0, help="idle seconds before a method is timed")

@@ -32,7 +32,12 @@ def test_every_example_is_tested() -> None:
 ALONE = ("ddp.py", "fsdp2.py", "transformers_trainer.py", "lightning_module.py")
 
 
-@pytest.mark.parametrize("name", PRINTED)
+SLOW = ("long_context.py",)  # test_docs.py plans its model from the command line
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in PRINTED]
+)
 def test_it_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = EXAMPLES / name
     text = path.read_text()

@@ -130,7 +130,7 @@ def needed_for(model: nn.Module, batch: dict[str, Tensor], **options: Any) -> in
     return caught.value.needed
 
 
-@pytest.mark.parametrize("layers", [2, 3])
+@pytest.mark.parametrize("layers", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_new_size_at_the_least_budget_there_is(layers: int) -> None:
     """There is no room to compare recipes with what they replace; the first time is within it, too."""
     model, longest, shorter = Gpt(layers), tokens(4, 256), tokens(4, 255)

@@ -145,7 +145,7 @@ class Race:
             for method in order.sample(self.methods, len(self.methods)):
                 time.sleep(self.options.rest)
                 if self.beside[method.label] and method.label != "plain":
-                    self.beside[method.label].append(self._steps(1, 2))
+                    self.beside[method.label].append(self._steps(2, self.options.runs))
                 with method.context():
                     self.times[method.label].append(self._steps(2, self.options.runs))
                 self._summarise(method.label)

@@ -200,7 +200,8 @@ class Race:
     def rounds_seconds(self) -> float:
         """How long the rounds will take, about."""
         steps, total = 1 + self.steps_per_round(), 0.0
-        for lane in (self.lanes[method.label] for method in self.methods if not method.slow):
+        raced = with_plain([method for method in self.methods if not method.slow])
+        for lane in (self.lanes[method.label] for method in raced):
             put_on = 0.0 if lane.compiled else min(lane.facts["first_step_seconds"], 3.0)
             total += steps * (lane.cost() or 0.0) + put_on + self.options.rest
         return float(self.options.rounds * total) if CUDA else 0.0

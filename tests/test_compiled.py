@@ -1010,6 +1010,7 @@ def test_the_benchmark_records_what_runs_and_what_fails(tmp_path: Any) -> None:
     assert "none_such" in found["regional 1.0"]["failed"]
     assert found["remat 0.45"]["share"] <= 0.451
     assert found["remat 0.45"]["fallbacks"] == 0
+    assert len(found["remat 0.45"]["time_by_round"]) == 1
     assert "BudgetError" in found["remat 0.04"]["failed"]
     assert found["remat whole 0.45"]["share"] <= 0.451
     assert found["remat whole 0.45"]["fallbacks"] == 0

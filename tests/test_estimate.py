@@ -372,7 +372,7 @@ SEVEN_BILLION = textwrap.dedent("""
 """)
 
 
-@pytest.mark.slow  # test_docs.py has the same from the command line
+@pytest.mark.slow  # test_docs.py has such a model, without an optimizer, from the command line
 def test_seven_billion_parameters_on_a_laptop():
     """Will LLaMA-7B at batch 2 x 4096 train on 40 GB, on 80 GB, and how much slower?"""
     done = subprocess.run([sys.executable, "-c", SEVEN_BILLION], capture_output=True, text=True, timeout=300)

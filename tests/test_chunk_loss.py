@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from models import LoraLinear
 from remat.check.live import LiveBytes
 from remat.errors import RecomputeError, RematError
-from remat.run import chunk_softmax
+from remat.run import chunk_loss, chunk_softmax
 from remat.run.chunk import HeadHandle, chunk_head
 from remat.run.chunk_loss import chunk_rows, no_row_ignored
 
@@ -602,13 +602,49 @@ def test_fusible_and_in_place_softmax_agree_with_autograd(
     expected = F.cross_entropy(x, target, weight=weight, label_smoothing=smoothing, reduction="none")
     (slope,) = torch.autograd.grad(expected, leaf, torch.ones(6).double() if scale is None else scale)
     common = (target, steps, torch.float64, smoothing, weight, scale)
+    wider = torch.cat([logits, 50 * torch.randn(6, 5).double()], 1)  # five columns that mean nothing
+    of_wider = chunk_softmax.softmax_fusible(wider, *common, 19)
+    assert not of_wider[1][:, 19:].any()
     for loss, own in (
-        chunk_softmax.softmax_fusible(logits, *common),
+        (of_wider[0], of_wider[1][:, :19]),
+        chunk_softmax.softmax_fusible(logits, *common, 19),
         chunk_softmax.softmax_in_place(logits, *common, False, True),
         chunk_softmax.softmax_in_place(logits.clone(), *common, True, True),
     ):
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(own, slope, rtol=1e-12, atol=1e-12)
+
+
+def test_half_precision_logits_are_widened_on_cuda_only() -> None:
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert chunk_loss._columns_to_add(50257, torch.bfloat16, cuda) == 50304 - 50257
+    assert chunk_loss._columns_to_add(32000, torch.bfloat16, cuda) == 0
+    assert chunk_loss._columns_to_add(50257, torch.float32, cuda) == 0
+    assert chunk_loss._columns_to_add(50257, torch.bfloat16, cpu) == 0
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [4, 1000])
+def test_wider_logits_give_the_same_gradients(
+    monkeypatch: pytest.MonkeyPatch, name: str, bias: bool, rows: int
+) -> None:
+    """As on CUDA, where the number of classes is a bad one for products of matrices."""
+    seen = []
+
+    def softmax(logits: Tensor, *more: Any) -> Any:
+        seen.append((logits.shape[1], more[-1]))
+        return chunk_softmax.softmax_fusible(logits, *more)
+
+    model, loss = Model(lambda: nn.Linear(WIDTH, VOCABULARY, bias=bias)), LOSSES[name]
+    reference = step(copy.deepcopy(model).double(), loss)
+    monkeypatch.setattr(chunk_loss, "_columns_to_add", lambda *_: 3)
+    monkeypatch.setattr(chunk_loss, "compiled_softmax", softmax)
+    for fuse in (True, False):
+        model.zero_grad(set_to_none=True)
+        with chunk_head(model, rows=rows, fuse=fuse):
+            assert_close(reference, step(model, loss))
+    assert set(seen) == (set() if "all masked" in name else {(VOCABULARY + 3, VOCABULARY)})
 
 
 def test_without_a_compiler_it_runs_unfused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -631,7 +667,7 @@ def test_without_a_compiler_it_runs_unfused(monkeypatch: pytest.MonkeyPatch) -> 
 def test_while_a_dispatch_mode_looks_on_it_runs_unfused_and_does_not_give_up() -> None:
     fresh = chunk_softmax.Compiled()
     with LiveBytes("cpu"):
-        assert fresh(torch.ones(2, 3), torch.tensor([0, 1]), (), torch.float32, 0.0, None, None) is None
+        assert fresh(torch.ones(2, 3), torch.tensor([0, 1]), (), torch.float32, 0.0, None, None, 3) is None
     assert fresh.works is None
 
 

@@ -104,15 +104,18 @@ def compiled_kind(size: int) -> Kind:
     )
 
 
-def compiled_step(monkeypatch, free_bytes, fails=False):
+BLOCKS = (0, 0, 0, 1) * 2
+
+
+def compiled_step(monkeypatch, free_bytes, fails=False, compiled=BLOCKS):
     """What `_fastest_step` says of a step with three small blocks and a large one, twice over, then one that
     was not compiled and one that backward does not come to; and the steps that it ran, each as the names of
     the calls that were kept. Recomputed it takes 0.22 s, compiled 0.15, and KEPT more per size kept."""
     eager = Kind("eager", (Entry(Mode.KEEP, 0, 0, 0, 0.0), Entry(Mode.FULL, 0, 0, 0, 0.0)), 0, 1e-3)
     kinds = [compiled_kind(1), compiled_kind(2), eager]
-    order = [0, 0, 0, 1] * 2 + [2, 0]
+    order = [*compiled, 2, 0]
     found = SimpleNamespace(sightings=[block(f"{i}", species) for i, species in enumerate(order)])
-    ran = tuple(Segment(Phase.BACKWARD, call, 0, 400, 0) for call in range(9))
+    ran = tuple(Segment(Phase.BACKWARD, call, 0, 400, 0) for call in range(len(order) - 1))
     steps = []
 
     def step(model, blocks, run, ways):
@@ -145,6 +148,25 @@ def test_steps_say_what_eager_blocks_take_longer_than_compiled_ones(monkeypatch)
     assert longer[Mode.KEEP] == pytest.approx((KEPT + 1e-3 - 2e-3) / 5e-3)
     assert [3, 7] not in steps  # which are of one kind
     assert [4, 7] in steps
+
+
+@pytest.mark.parametrize(
+    ("compiled", "kept"), [((0, 0, 0), [2]), ((0,), [0]), ((0, 1, 0, 0, 0), [1, 4]), ((0, 0, 0, 1), [2, 3])]
+)
+def test_of_each_kind_of_block_at_least_one_is_kept(monkeypatch, compiled, kept):
+    (_, _, longer), steps = compiled_step(monkeypatch, free_bytes=NEEDED + 1, compiled=compiled)
+    assert [sorted(step) for step in steps if step] == [kept] * (1 + profiling._PAIRS)
+    assert longer[Mode.KEEP] == pytest.approx((KEPT + 1e-3 - 2e-3) / 5e-3)
+
+
+def test_a_process_has_no_more_free_bytes_than_it_may_take(monkeypatch):
+    """torch.cuda.set_per_process_memory_fraction."""
+    for name, value in {"memory_reserved": 300, "memory_allocated": 100, "mem_get_info": (600, 1000)}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    fraction = "get_per_process_memory_fraction"
+    for share, free in ((1.0, 800), (0.5, 400), (0.2, 200)):
+        monkeypatch.setattr(torch.cuda, fraction, lambda device, share=share: share, raising=False)
+        assert profiling._free_bytes(torch.device("cuda")) == free
 
 
 @pytest.mark.parametrize("trouble", [{"free_bytes": NEEDED - 1}, {"free_bytes": NEEDED + 1, "fails": True}])

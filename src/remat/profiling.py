@@ -1,7 +1,7 @@
 """model, batch -> Profile: survey the regions, solve a menu for each distinct one, run every entry for real.
 
 Nothing here needs the plain step's memory: regions are captured and run one at a time, and whole steps run
-with every region checkpointed, or at least three of four compiled with their smallest saved set.
+with every region checkpointed, or most of them compiled with their smallest saved set.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from remat.run.chunk import chunk_head, find_head
 from remat.run.chunk_loss import no_row_ignored
 from remat.run.compiled import block_for, decompiled
 from remat.run.fused import can_fuse
+from remat.run.monitor import allowed_bytes
 from remat.run.onegraph import calls_of, trunks_of
 from remat.run.quiet import quiet
 from remat.trace.discover import Block, find_blocks
@@ -297,16 +298,19 @@ def _kept_longer(
     device: torch.device,
 ) -> float | None:
     """How much longer than their menu says compiled calls take in a step if they run eagerly and keep what
-    they save, as a share of what they take at their fastest. Every fourth does, of each kind, beside others
-    with these saved sets: for all of them there may be no room. None if there is none for that, either."""
-    in_order = sorted(calls, key=lambda sighting: sighting.species)
-    kept = in_order[_ONE_KEPT_OF - 1 :: _ONE_KEPT_OF]
+    they save, as a share of what they take at their fastest. Every fourth of each kind does, and of few one,
+    beside others with these saved sets: for all there may be no room. None if there is none for that, either.
+    """
+    of_kind: dict[int, list[Sighting]] = {}
+    for sighting in calls:
+        of_kind.setdefault(sighting.species, []).append(sighting)
+    kept = [s for group in of_kind.values() for s in group[_ONE_KEPT_OF - 1 :: _ONE_KEPT_OF] or group[-1:]]
     others = [sighting for sighting in calls if sighting not in kept]
     keeps = [kinds[sighting.species].menu[0] for sighting in kept]
     held = sum(e.resident_bytes for e in (*keeps, *(sets[sighting.species] for sighting in others)))
     clear_gradients(request.model)
     room = max(segment.peak_bytes for segment in whole.segments) + held <= _ROOM * _free_bytes(device)
-    if not ranks.all_of(bool(kept) and room):
+    if not ranks.all_of(room):
         return None
     compiled = _compiled_calls(found, kinds, sets)
     keeping = compiled | {(sighting.name, sighting.call): _as_it_is for sighting in kept}
@@ -328,8 +332,10 @@ def _kept_longer(
 
 
 def _free_bytes(device: torch.device) -> int:
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + unused
+    """What this process can still allocate."""
+    reserved = torch.cuda.memory_reserved(device)
+    more = min(torch.cuda.mem_get_info(device)[0], allowed_bytes(device) - reserved)
+    return max(more, 0) + reserved - torch.cuda.memory_allocated(device)
 
 
 def _as_it_is(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -566,7 +572,10 @@ def _kind_for(
     compiled, problem = None, ""
     try:
         most = None if number < _KINDS_IN_FULL else 2
-        compiled = compiled_kind(species, inputs, device, request.compiler, progress, menu_entry, most, host)
+        compiled = compiled_kind(
+            species, inputs, device, request.compiler, progress, menu_entry, most, host,
+            lean=not request.one_graph,  # what is compiled then is not the block
+        )  # fmt: skip
     except CaptureError as error:
         problem = str(error)
     if ranks.all_of(compiled is not None) and compiled is not None:

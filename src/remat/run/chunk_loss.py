@@ -39,6 +39,7 @@ __all__ = ["Criterion", "Head", "chunk_rows", "chunked_cross_entropy", "no_row_i
 _CUDA_BYTES = 256 << 20
 _CUDA_ROWS = 1024  # below, reading and writing the sum of the weight's gradient costs more than the product
 _OTHER_BYTES = 64 << 20
+_CUDA_COLUMNS = 64  # a multiple of which logits in half precision should have; see _LinearRunner
 
 _none_ignored: ContextVar[bool] = ContextVar("no_row_ignored", default=False)
 
@@ -229,12 +230,14 @@ class _Job:
         target = self.target[a : a + self.size]
         scale = None if upstream is None else upstream[a : a + self.size]
         smoothing, weight = self.criterion.label_smoothing, self.criterion.weight
-        common = (logits, target, self.steps, self.dtype, smoothing, weight, scale)
+        common = (target, self.steps, self.dtype, smoothing, weight, scale)
         if gradient and (self.fuse is True or (self.fuse == "auto" and logits.is_cuda)):
-            found = compiled_softmax(*common)
+            found = compiled_softmax(logits, *common, self.vocabulary)
             if found is not None:
                 return found
-        return softmax_in_place(*common, runner.overwrite, gradient)
+        classes = logits[:, : self.vocabulary]
+        loss, slope = softmax_in_place(classes, *common, runner.overwrite, gradient)
+        return loss, slope if slope is None else F.pad(slope, (0, logits.shape[1] - self.vocabulary))
 
 
 class _Sum(torch.autograd.Function):
@@ -314,10 +317,11 @@ class _Runner(Protocol):
 
     overwrite: bool  # nothing needs the logits again: they may be written over
 
-    def logits(self, rows: Tensor) -> Tensor: ...
+    def logits(self, rows: Tensor) -> Tensor:
+        """A row of logits for each; columns behind those of the vocabulary mean nothing."""
 
     def backward(self, slope: Tensor) -> Tensor | None:
-        """From the gradient of the latest logits: the gradient of its rows, if wanted."""
+        """From the gradient of the latest logits, as wide as they are: the gradient of its rows, if wanted."""
 
     def parameters(self) -> list[Tensor | None]:
         """The sum for each of `Parameters.trained`."""
@@ -331,7 +335,12 @@ def _runner(head: Head, needs_rows: bool, chunks: int) -> _Runner:
 
 
 class _LinearRunner:
-    """A plain nn.Linear: products written out, so that nothing is kept and nothing is formed twice."""
+    """A plain nn.Linear: products written out, so that nothing is kept and nothing is formed twice.
+
+    In half precision, products of matrices whose rows do not begin at aligned addresses, such as logits of
+    50,257 classes, take CUDA three times as long. So the weight is copied with rows of zeros behind it, and
+    all that is as wide as the vocabulary gets wider.
+    """
 
     overwrite = True
 
@@ -340,8 +349,9 @@ class _LinearRunner:
         if not head.autocast.enabled or linear.weight.dtype == torch.float64:  # autocast leaves fp64 alone
             cast = None
         self._cast = cast or linear.weight.dtype
-        self._weight = linear.weight.detach().to(self._cast)
-        self._bias = None if linear.bias is None else linear.bias.detach().to(self._cast)
+        more = _columns_to_add(linear.weight.shape[0], self._cast, linear.weight.device)
+        self._weight = _longer(linear.weight.detach(), self._cast, more)
+        self._bias = None if linear.bias is None else _longer(linear.bias.detach(), self._cast, more)
         self._needs_rows, self._chunks = needs_rows, chunks
         self._trained = head.parameters.trained
         self._sums = {id(p): GradientSum(p.dtype, chunks) for p in self._trained}
@@ -360,7 +370,22 @@ class _LinearRunner:
         return slope @ self._weight if self._needs_rows else None
 
     def parameters(self) -> list[Tensor | None]:
-        return [_total(self._sums[id(p)], p, self._chunks) for p in self._trained]
+        found = [(_total(self._sums[id(p)], p, self._chunks), p) for p in self._trained]
+        return [t if t is None or t.shape == p.shape else t[: p.shape[0]] for t, p in found]
+
+
+def _columns_to_add(columns: int, dtype: torch.dtype, device: torch.device) -> int:
+    """To a row of logits, so that the next one begins where the device likes it."""
+    return -columns % _CUDA_COLUMNS if device.type == "cuda" and dtype.itemsize == 2 else 0
+
+
+def _longer(tensor: Tensor, dtype: torch.dtype, more: int) -> Tensor:
+    """In this type, with so many rows of zeros behind it; the tensor itself, if that is the same."""
+    if not more:
+        return tensor.to(dtype)
+    made = tensor.new_zeros((tensor.shape[0] + more, *tensor.shape[1:]), dtype=dtype)
+    made[: tensor.shape[0]] = tensor
+    return made
 
 
 class _ModuleRunner:

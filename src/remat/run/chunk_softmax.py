@@ -122,8 +122,10 @@ def softmax_fusible(
     smoothing: float,
     weight: Tensor | None,
     upstream: Tensor | None,
+    classes: int,
 ) -> tuple[Tensor, Tensor]:
-    """The same without in-place operations or scatter: a compiler makes two passes over the logits of it."""
+    """The same without in-place operations or scatter: a compiler makes two passes over the logits of it.
+    Columns from `classes` on have no part in it, and gradients of zero."""
     x, slope = logits, None
     for kind, value in steps:
         x = apply_steps(((kind, value),), x)
@@ -135,23 +137,34 @@ def softmax_fusible(
             factor = value if kind == "mul" else 1.0 / value
         slope = factor if slope is None else slope * factor
     x = x.to(dtype)
-    own, all_of_it, spread = _row_terms(target, dtype, smoothing, weight, x.shape[1])
+    own, all_of_it, spread = _row_terms(target, dtype, smoothing, weight, classes)
+    column = torch.arange(x.shape[1], device=x.device)[None]
+    real, finite = column < classes, x
+    if x.shape[1] > classes:
+        finite, x = x.where(real, 0.0), x.where(real, -torch.inf)
+        spread = real.to(dtype) * spread if weight is None else _widened(spread, x.shape[1])
     top = x.amax(1, keepdim=True)
     lse = (x - top).exp().sum(1).log() + top[:, 0]
-    hit = torch.arange(x.shape[1], device=x.device)[None] == target[:, None]
-    at_target = x.gather(1, target[:, None])[:, 0]
+    hit = column == target[:, None]
+    at_target = x[:, :classes].gather(1, target[:, None])[:, 0]
     loss = all_of_it * lse - own * at_target
     if weight is not None:
         own, all_of_it = own[:, None], all_of_it[:, None]
     gradient = (x - lse[:, None]).exp() * all_of_it - hit.to(dtype) * own
     if smoothing:
-        loss = loss - (x * spread).sum(1)
+        loss = loss - (finite * spread).sum(1)
         gradient = gradient - spread
     if upstream is not None:
         gradient = gradient * upstream.to(dtype)[:, None]
     if slope is not None:
         gradient = gradient * slope
+    if x.shape[1] > classes:
+        gradient = gradient.where(real, 0.0)
     return loss, gradient.to(logits.dtype)
+
+
+def _widened(row: Tensor, columns: int) -> Tensor:
+    return torch.nn.functional.pad(row, (0, columns - row.shape[0]))
 
 
 # --------------------------------------------------------------------------------------- compiled softmax

@@ -38,6 +38,7 @@ from remat.trees import tensors
 __all__ = [
     "BACKENDS",
     "DEFAULT_BACKEND",
+    "LEAN",
     "PUBLIC",
     "WHOLE",
     "CompiledBlock",
@@ -53,6 +54,7 @@ __all__ = [
 DEFAULT_BACKEND = "inductor"
 BACKENDS = (DEFAULT_BACKEND, "aot_eager")  # the second runs the split graphs operation by operation
 PUBLIC = "checkpoint+"  # before the name of a stock backend: selective checkpointing inside of it
+LEAN = "lean+"  # before the default backend: takes longer to compile, and the host less to run
 WHOLE = "whole+"  # before the name of a backend: the model as one graph, `keep` names blocks and operations
 
 _CACHE_SIZE = 64
@@ -155,7 +157,9 @@ class CompiledBlock:
             self._found[self._code] = before | blocks_in(found, self.keep)
             return placed_decisions(found, self.keep, stock)
 
-        return private.compile_joint(graph, inputs, decide, self.key, self.backend.removeprefix(WHOLE))
+        backend = self.backend.removeprefix(WHOLE)
+        lean = backend.startswith(LEAN)
+        return private.compile_joint(graph, inputs, decide, self.key, backend.removeprefix(LEAN), lean=lean)
 
 
 def decisions(joint: Joint, keep: frozenset[str]) -> dict[fx.Node, bool]:

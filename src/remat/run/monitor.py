@@ -47,13 +47,18 @@ def read_device(device: torch.device) -> Reading | None:
         return None
     free, total = torch.cuda.mem_get_info(device)
     reserved = torch.cuda.memory_reserved(device)
-    allowed = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)(device)
     return Reading(
-        total=int(total * allowed),
+        total=allowed_bytes(device),
         reserved=reserved,
         peak=torch.cuda.max_memory_allocated(device),
         others=max(total - free - reserved, 0),
     )
+
+
+def allowed_bytes(device: torch.device) -> int:
+    """What this process may take of a CUDA device (`set_per_process_memory_fraction`), others aside."""
+    allowed = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)(device)
+    return int(torch.cuda.mem_get_info(device)[1] * allowed)
 
 
 def fragmentation_advice(reading: Reading) -> str | None:

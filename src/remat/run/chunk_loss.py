@@ -237,7 +237,8 @@ class _Job:
                 return found
         classes = logits[:, : self.vocabulary]
         loss, slope = softmax_in_place(classes, *common, runner.overwrite, gradient)
-        return loss, slope if slope is None else F.pad(slope, (0, logits.shape[1] - self.vocabulary))
+        wider = logits.shape[1] - self.vocabulary
+        return loss, F.pad(slope, (0, wider)) if slope is not None and wider else slope
 
 
 class _Sum(torch.autograd.Function):

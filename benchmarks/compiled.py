@@ -42,14 +42,16 @@ from gauge import bytes_in_use, clean, peak_of, relative_to, seconds_of, spread_
 from peers import compiled_alone, forwards, stock_budget
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from workloads import CUDA, Job, gpt2, llama, vit
+from workloads import CUDA, DEVICE, Job, gpt2, llama, vit
 
 import remat
 from remat.codec import to_json
+from remat.profiling import storage_bytes
 from remat.trace.discover import find_blocks
+from remat.trees import tensors
 
 STOCK_BUDGETS = (1.0, 0.5, 0.25, 0.0)
-SHARES = (0.9, 0.45, 0.25, 0.10, 0.04)
+SHARES = (0.99, 0.45, 0.25, 0.10, 0.04)
 WHOLE_SHARE = 0.45
 GROUPS = ("plain", "remat", "remat-whole", "regional", "checkpoint", "whole")
 
@@ -221,6 +223,18 @@ class Race:
     # -- remat
 
     def add_remat(self) -> None:
+        wanted = self.options.methods.split(",")
+        in_one_graph = {share: float(share) for share in self.options.one_graph.split(",")}
+        if self.name == "launch-bound":
+            in_one_graph = {f"{LAUNCH_BOUND_SHARE}": LAUNCH_BOUND_SHARE} | self._below_stock()
+        if "remat" in wanted:
+            shares = {f"{share}": share for share in SHARES}
+            self._add_shares(shares | (in_one_graph if self.name == "launch-bound" else {}))
+        if "remat-whole" in wanted:
+            for label, share in in_one_graph.items():
+                self._add_one_graph(share, f"remat whole {label}")
+
+    def _add_shares(self, shares: dict[str, float]) -> None:
         begin = time.perf_counter()
         allow = ["keep", "recompute", "chunk", *(["offload"] if self.options.offload else [])]
         try:
@@ -235,6 +249,7 @@ class Race:
         self.result["profile"] = {
             "seconds": seconds,
             "notes": list(profile.notes),
+            "compiler": profile.kinds[0].compiler,
             "menu": [
                 {
                     "mode": entry.mode.value,
@@ -253,17 +268,8 @@ class Race:
         if self.options.out:
             path = Path(self.options.out).with_name(f"compiled-profile-{self.name}.json")
             path.write_text(to_json(profile), encoding="utf-8")
-        shares = {f"{share}": share for share in SHARES}
-        in_one_graph = {share: float(share) for share in self.options.one_graph.split(",")}
-        if self.name == "launch-bound":
-            in_one_graph = {f"{LAUNCH_BOUND_SHARE}": LAUNCH_BOUND_SHARE} | self._below_stock()
-            shares |= in_one_graph
-        if "remat" in self.options.methods.split(","):
-            for label, share in shares.items():
-                self._add_share(profile, share, allow, f"remat {label}")
-        if "remat-whole" in self.options.methods.split(","):
-            for label, share in in_one_graph.items():
-                self._add_one_graph(profile, share, f"remat whole {label}")
+        for label, share in shares.items():
+            self._add_share(profile, share, allow, f"remat {label}")
 
     def _below_stock(self) -> dict[str, float]:
         """0.6 of torch.compile's own peak, as a share of the plain step's; nothing if that did not run."""
@@ -291,7 +297,7 @@ class Race:
             self.methods.pop()
             wanted = min(max(wanted - 1.05 * over, 0.001), 1.0)
 
-    def _add_one_graph(self, profile: remat.Profile, share: float, label: str) -> None:
+    def _add_one_graph(self, share: float, label: str) -> None:
         """As `fit` finds it, which measures what the compiled head takes: with the head in the graph, or the
         trunk as one graph with head and loss in chunks."""
         plain = self.result["methods"].get("plain", {}).get("peak_bytes")
@@ -300,8 +306,7 @@ class Race:
             self.record(label, not_run=why)
             return
         # The peak is measured above what is there before a step: workspaces of libraries, too.
-        resident = max(profile.step.resident + profile.step.gradients, bytes_in_use())
-        budget = resident + int(share * plain)
+        budget = max(self._held_bytes(), bytes_in_use()) + int(share * plain)
         allow = ["keep", "recompute", "chunk"]
         begin = time.perf_counter()
         try:
@@ -320,6 +325,12 @@ class Race:
             "notes": list(plan.profile.notes),
         }
         self.add(method)
+
+    def _held_bytes(self) -> int:
+        parameters = list(self.model.parameters())
+        gradients = (p.grad for p in parameters if p.grad is not None)
+        held = (*parameters, *self.model.buffers(), *gradients, *tensors(self.batch))
+        return storage_bytes(held, torch.device(DEVICE))
 
     def _refused(self, label: str, error: remat.RematError) -> None:
         self.record(label, failed=f"{type(error).__name__}: {str(error)[:300]}")

@@ -11,6 +11,7 @@ import gc
 import pickle
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,8 +24,10 @@ from models import Case, MlpBlock, squared
 from reference import SEED, assert_same, step
 from remat import compiling
 from remat._torch_private import compiled_node, storage_ref
+from remat.check.bench import Bench
 from remat.compiling import chosen_sets, moving, set_seconds
 from remat.errors import CaptureError
+from remat.menus import menu_entry
 from remat.planner.link import host_bytes, window_bytes
 from remat.planner.program import actions
 from remat.planner.schedule import make_plan
@@ -290,6 +293,37 @@ def test_moving_sends_about_what_the_link_carries() -> None:
                 assert sent.nbytes == one.host_bytes
                 assert len(sent.inputs) + len(sent.ranks) == len(one.offloaded)
         assert outgoing(joint.graph, recipe) is None
+
+
+@pytest.mark.parametrize(("host_ms", "longer_ms"), [(3.0, 0.0), (4.0, 0.0), (5.5, 1.5)])
+def test_sending_costs_what_the_host_takes_longer_than_the_device(
+    monkeypatch: pytest.MonkeyPatch, host_ms: float, longer_ms: float
+) -> None:
+    """A block takes the device 4 ms and the host 2; with tensors sent the host takes `host_ms`."""
+    kind = profile_of_stack().kinds[0]
+    sets = [e for e in kind.menu if not e.host_bytes]
+    kind = replace(kind, menu=tuple(sets))
+    found: Any = [
+        SimpleNamespace(recipe=e.recipe, bench=Bench(0, 0, 0, 4e-3, 2e-3)) for e in sets if e.recipe
+    ]
+
+    def bench(*given: Any, timed: bool) -> Bench:
+        assert timed
+        return Bench(0, 0, 0, 99.0, host_ms * 1e-3)
+
+    monkeypatch.setattr(compiling, "_bench_moving", bench)
+    species: Any = SimpleNamespace(example=SimpleNamespace(inputs=kind.graph and kind.graph.inputs))
+    host: Any = None
+    made = compiling._with_offload(
+        kind, species, ((), {}), torch.device("cuda"), host, 50_000, found, menu_entry
+    )
+    stays = {e.recipe.kept: e.extra_seconds for e in sets if e.recipe}
+    sent = [e for e in made.menu if e.recipe is not None and e.recipe.offloaded]
+    assert sent
+    for entry in sent:
+        assert entry.recipe is not None
+        longer = entry.extra_seconds - stays[entry.recipe.kept]
+        assert longer == pytest.approx(longer_ms * 1e-3, abs=1e-9)
 
 
 def test_what_lies_otherwise_than_planned_stays_and_the_rest_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -411,16 +411,15 @@ def _with_offload(
     found: Sequence[_Measured],
     make_entry: MakeEntry,
 ) -> Kind:
-    """The kind with each of its saved sets on the host in part. Where the device waits for the host, what the
-    host does to send them and have them back takes its time."""
+    """The kind with each of its saved sets on the host in part. Sending tensors and having them back is work
+    for the host, too, which takes time where the device is done before it."""
     assert kind.graph is not None
     places, entries, problem = len(species.example.inputs), list(kind.menu), ""
     staying = {one.recipe: one.bench for one in found}
     for entry in kind.menu:
         if entry.mode is not Mode.COMPILED or entry.recipe is None:
             continue
-        stays = staying[entry.recipe]
-        timed = device.type == "cuda" and stays.launch_bound
+        stays, timed = staying[entry.recipe], device.type == "cuda"
         for wanted in moving(kind.graph, entry.recipe, hidden):
             for recipe in _attempts(kind.graph, wanted):
                 try:
@@ -429,8 +428,8 @@ def _with_offload(
                     problem = problem or str(error)
                     continue
                 extra = entry.extra_seconds
-                if measured.host_seconds:
-                    extra += max(measured.host_seconds - stays.host_seconds, 0.0)
+                if timed:
+                    extra += max(measured.host_seconds - stays.seconds, 0.0)
                 made = make_entry(Mode.COMPILED, measured, extra, kind.graph, places, recipe)
                 entries.append(replace(made, gradient_gap=entry.gradient_gap))
                 break

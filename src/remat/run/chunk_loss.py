@@ -322,7 +322,7 @@ class _Runner(Protocol):
         """A row of logits for each; columns behind those of the vocabulary mean nothing."""
 
     def backward(self, slope: Tensor) -> Tensor | None:
-        """From the gradient of the latest logits, as wide as they are: the gradient of its rows, if wanted."""
+        """From the gradient of the latest logits, just as wide: the gradient of its rows, if wanted."""
 
     def parameters(self) -> list[Tensor | None]:
         """The sum for each of `Parameters.trained`."""

@@ -621,6 +621,47 @@ def test_half_precision_logits_are_widened_on_cuda_only() -> None:
     assert chunk_loss._columns_to_add(32000, torch.bfloat16, cuda) == 0
     assert chunk_loss._columns_to_add(50257, torch.float32, cuda) == 0
     assert chunk_loss._columns_to_add(50257, torch.bfloat16, cpu) == 0
+    assert chunk_loss._columns_to_add(33, torch.bfloat16, cuda) == 0  # 31 more would be as many again
+    assert chunk_loss._columns_to_add(1025, torch.float16, cuda) == 63
+
+
+@pytest.mark.parametrize("rows", [4, 1000])
+@pytest.mark.parametrize("added", [0, 3])
+def test_the_gradient_of_a_tied_weight_is_added_in_place(
+    monkeypatch: pytest.MonkeyPatch, rows: int, added: int
+) -> None:
+    """The embedding's comes second: one more tensor of the weight's size would be a large one."""
+    monkeypatch.setattr(chunk_loss, "_columns_to_add", lambda *_: added)
+    model = Model(tied=True)
+    reference = step(copy.deepcopy(model).double(), LOSSES["mean"])
+    with chunk_head(model, rows=rows, fuse=False):
+        assert_close(reference, step(model, LOSSES["mean"]))
+        model.zero_grad(set_to_none=True)
+        tokens, labels = batch()
+        loss = LOSSES["mean"](model(tokens), labels)
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
+        ) as p:
+            loss.backward()
+    shape = [VOCABULARY, WIDTH]
+    added_up = {
+        e.name for e in p.events() if e.name in ("aten::add", "aten::add_") and shape in e.input_shapes
+    }
+    assert added_up == {"aten::add_"}
+
+
+def test_a_weight_of_a_subclass_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Weight(Tensor):
+        pass
+
+    monkeypatch.setattr(chunk_loss, "_columns_to_add", lambda *_: pytest.fail("not for us to copy"))
+    model = Model()
+    frozen = model.head.weight.detach().as_subclass(Weight)
+    model.head.weight = nn.Parameter(frozen, requires_grad=False)
+    assert type(model.head.weight) is not nn.Parameter
+    with chunk_head(model, rows=4) as handle:
+        step(model, LOSSES["mean"])
+        assert handle.counts.losses
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -282,10 +282,12 @@ def test_the_input_of_a_block_leaves_the_device() -> None:
 
 def test_moving_sends_about_what_the_link_carries() -> None:
     joint = price_joint(_joint(), CPU)
+    most = 0.0
     for recipe in chosen_sets(joint):
         for hidden in (1, 5000, 50_000, 1 << 40):
             for one in moving(joint.graph, recipe, hidden):
                 assert one.host_bytes <= 3 * hidden
+                most = max(most, one.host_bytes / hidden)
                 assert one.kept == recipe.kept
                 assert one.host_bytes + one.resident_bytes == recipe.resident_bytes
                 sent = outgoing(joint.graph, one)
@@ -293,6 +295,7 @@ def test_moving_sends_about_what_the_link_carries() -> None:
                 assert sent.nbytes == one.host_bytes
                 assert len(sent.inputs) + len(sent.ranks) == len(one.offloaded)
         assert outgoing(joint.graph, recipe) is None
+    assert most > 2  # a small set goes as a whole
 
 
 @pytest.mark.parametrize(("host_ms", "longer_ms"), [(3.0, 0.0), (4.0, 0.0), (5.5, 1.5)])

@@ -159,6 +159,15 @@ def test_of_each_kind_of_block_at_least_one_is_kept(monkeypatch, compiled, kept)
     assert longer[Mode.KEEP] == pytest.approx((KEPT + 1e-3 - 2e-3) / 5e-3)
 
 
+def test_where_one_of_each_kind_has_no_room_every_fourth_is_kept(monkeypatch):
+    """Of a large block and five small ones: one of each holds 300 bytes, every fourth of all 100."""
+    blocks = (1, 0, 0, 0, 0, 0)
+    for_each, for_fourth = 400 + 300 + 4 * 10, 400 + 100 + 20 + 4 * 10
+    for free, kept in ((for_each, [0, 4]), (for_each - 1, [3]), (for_fourth, [3]), (for_fourth - 1, [])):
+        _, steps = compiled_step(monkeypatch, free_bytes=free / profiling._ROOM + 0.1, compiled=blocks)
+        assert [sorted(step) for step in steps if step] == [kept] * (1 + profiling._PAIRS) * bool(kept)
+
+
 def test_a_process_has_no_more_free_bytes_than_it_may_take(monkeypatch):
     """torch.cuda.set_per_process_memory_fraction."""
     for name, value in {"memory_reserved": 300, "memory_allocated": 100, "mem_get_info": (600, 1000)}.items():

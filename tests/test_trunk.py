@@ -18,9 +18,9 @@ from reference import assert_same, step
 from remat import fitting
 from remat.check.live import LiveBytes
 from remat.errors import BudgetError
-from remat.planner.schedule import make_plan, with_chunks
+from remat.planner.schedule import keep_everything, make_plan, with_chunks
 from remat.planner.simulate import simulate
-from remat.records import Mode, Plan, Profile
+from remat.records import Action, Mode, Plan, Profile
 from remat.run import compiled
 from remat.run.chunk_loss import no_row_ignored
 from remat.run.onegraph import below, trunks_of
@@ -208,6 +208,37 @@ def _refused(found: Profile) -> str:
     with pytest.raises(BudgetError) as caught:
         remat.plan(found, found.step.resident + 1, allow=CHUNK)
     return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("saves", "out_of_reach", "tried", "chosen"),
+    [
+        (0.02, "", ["head"], "head"),
+        (0.02, "head", ["head", "chunks"], "chunks"),
+        (0.2, "", ["chunks"], "chunks"),  # logits that are slow to multiply
+        (0.2, "chunks", ["chunks", "head"], "head"),
+    ],
+)
+def test_chunks_come_first_where_they_save_more_than_fusing_could(
+    saves: float, out_of_reach: str, tried: list[str], chosen: str
+) -> None:
+    found = profile(case_of(OneTower))
+    assert found.head is not None
+    found = replace(found, head=replace(found.head, step_seconds=(1 - saves) * found.step_seconds))
+    seen = []
+
+    def search(profile: Profile, allowed: Any) -> Any:
+        seen.append("chunks" if profile.chunked else "head")
+        assert Action.CHUNK not in allowed
+        if seen[-1] == out_of_reach:
+            raise BudgetError("too small", needed=1)
+        plan = make_plan(profile, keep_everything(profile), 1 << 40, strategy="", allow=allowed)
+        return fitting._Confirmed(plan, None, None)
+
+    good = fitting._searched_in_one_graph(found, (Action.KEEP, Action.RECOMPUTE, Action.CHUNK), search)
+    assert seen == tried
+    assert not isinstance(good, str)
+    assert ("chunks" if good.plan.profile.chunked else "head") == chosen
 
 
 def test_a_refused_budget_names_the_trunk() -> None:

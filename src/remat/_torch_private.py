@@ -340,13 +340,7 @@ WRITTEN = "remat_written"
 
 
 def compile_joint(
-    graph: torch.fx.GraphModule,
-    inputs: Sequence[Any],
-    decide: Decide,
-    key: str,
-    backend: str,
-    *,
-    lean: bool = False,
+    graph: torch.fx.GraphModule, inputs: Sequence[Any], decide: Decide, key: str, backend: str
 ) -> Callable[..., Any]:
     """Compile what dynamo captured; of the joint graph of forward and backward, `decide` says which values
     are saved for backward (True) and which are computed again (False).
@@ -356,7 +350,6 @@ def compile_joint(
     tells which nodes the compiler would save with nothing else decided (it takes as long as splitting the
     graph does). `key` names the decision in the compiler's caches on disk. A decision for a node that yields
     no tensor, or a view, is not looked at. Primals that forward writes to have WRITTEN in their `meta`.
-    `lean`: kernels are called from compiled code and not from Python ("inductor" only).
     """
 
     def partition(joint: torch.fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
@@ -405,8 +398,6 @@ def compile_joint(
             from torch._inductor import compile_fx
 
             options = {"custom_partitioner_fn": _partitioner_class()(key, partition)}
-            if lean:
-                options["cpp_wrapper"] = True
             # As an argument, decompositions would end the compiler's caching.
             with mock.patch.object(compile_fx, "select_decomp_table", _decompositions):
                 return compile_fx.compile_fx(graph, inputs, config_patches=options)  # type: ignore[return-value]

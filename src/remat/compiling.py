@@ -25,7 +25,7 @@ from remat.hosting import Hosting, settling
 from remat.planner.menu import finish, recipes
 from remat.records import Entry, Kind, Mode, Recipe, RegionCall, RegionGraph, Role
 from remat.run.checkpoint import Options, run_checkpointed
-from remat.run.compiled import DEFAULT_BACKEND, LEAN, PUBLIC, CompiledBlock, block_for, probe, saved_bytes
+from remat.run.compiled import PUBLIC, CompiledBlock, block_for, probe, saved_bytes
 from remat.run.install import installed_region
 from remat.run.outgoing import outgoing
 from remat.run.region import PlannedRegion, Variant
@@ -48,7 +48,6 @@ _VARIANTS = 4  # saved sets that are compiled for one kind of block
 _MADE_INSIDE = (Role.INTERNAL, Role.OUTPUT)
 _LEVELS = 12  # shares of the joint graph's saved bytes that a saved set is sought for
 _WINDOWS = (0.5, 1.0, 1.5, 2.0, 3.0)  # of what the link carries behind one block, sent away by one
-_LEANER = 0.9  # of the host's seconds: code that takes more is not worth its compilation
 _ON_ITS_WAY = 0.1  # of the bytes on the host, as they weigh on the device on average
 _NOTHING_GAINED = 0.02  # of the largest saved set's weight: a slower set must be lighter by more
 _SMALL = 0.05  # of the bytes that one block sends
@@ -64,11 +63,8 @@ def compiled_kind(
     make_entry: MakeEntry,
     most: int | None = None,
     host: Hosting | None = None,
-    *,
-    lean: bool = False,
 ) -> Kind:
-    """The kind with its compiled entries, `most` saved sets, measured. CaptureError says why it has none.
-    `lean`: where the device waits for the host, with code that takes the host less time, if that works."""
+    """The kind with its compiled entries, `most` saved sets, measured. CaptureError says why it has none."""
     example, hidden = species.example, 0
     progress(f"tracing {example.name} for the compiler")
     if backend.startswith(PUBLIC):
@@ -84,21 +80,11 @@ def compiled_kind(
     for number, recipe in enumerate(candidates, start=1):
         size = format_bytes(recipe.resident_bytes)
         progress(f"compiling {example.name}, saved set {number} of {len(candidates)} ({size})")
-
-        def measured(backend: str, before: Sequence[_Measured], recipe: Recipe = recipe) -> _Measured:
-            block = block_for(species.signature, joint.graph, recipe, backend)
-            return _measure(species, inputs, device, joint, recipe, block, plain, before)
-
+        block = block_for(species.signature, joint.graph, recipe, backend)
         try:
-            found.append(measured(backend, found))
+            found.append(_measure(species, inputs, device, joint, recipe, block, plain, found))
         except CaptureError as error:
             problems.append(str(error))
-            continue
-        if lean and len(found) == 1 and backend == DEFAULT_BACKEND and _waits_for_host(found, device):
-            progress(f"compiling {example.name}, saved set {number}, for a slow host")
-            better = _leaner(found[0], lambda before: measured(LEAN + DEFAULT_BACKEND, before), joint.random)
-            if better is not None:
-                found, backend = [better], LEAN + DEFAULT_BACKEND
     if not found:
         raise CaptureError(problems[0])
     kind = _kind(species, joint, backend, found, plain, device, problems, make_entry)
@@ -106,24 +92,6 @@ def compiled_kind(
         return kind
     progress(f"measuring {example.name} with saved tensors on the host")
     return _with_offload(kind, species, inputs, device, host, hidden, found, make_entry)
-
-
-def _waits_for_host(found: Sequence[_Measured], device: torch.device) -> bool:
-    return device.type == "cuda" and found[0].bench.launch_bound
-
-
-def _leaner(
-    first: _Measured, measured: Callable[[Sequence[_Measured]], _Measured], random: bool
-) -> _Measured | None:
-    """The same saved set compiled so that the host has less to do; None: that fails, or does not help. A
-    random block is compared with the first one's gradients, others with the block as it is, like any."""
-    try:
-        lean = measured([first] if random else [])
-    except CaptureError:
-        return None
-    if lean.bench.host_seconds > _LEANER * first.bench.host_seconds:
-        return None
-    return replace(lean, gradients=first.gradients)
 
 
 def _captured(species: Species) -> Joint:
@@ -487,7 +455,7 @@ def _note(
     gaps = "to the bit" if all(one.gap.exact for one in found) else f"within {_worst(found):.1g}"
     note = f"compiled with {len(found)} saved sets in {times} s; gradients equal {gaps}"
     refused = [f"one more was refused: {problem}" for problem in problems]
-    waits = _waits_for_host(found, device)
+    waits = device.type == "cuda" and found[0].bench.launch_bound
     hint = ['the device waits for the host, so compile="whole" may be faster'] if waits else []
     return "; ".join([note, *_weights(graph, found), *refused, *hint])
 

@@ -35,6 +35,7 @@ _PIECES_UNSEEN = 0.01  # the same where tensors come later that the confirming r
 _LACKING = 0.05  # of the budget, taken off when the device runs out of memory within it
 _SLACK = 0.03  # of the budget left unused, from which on a looser plan is tried
 _TRIES = 4  # plans that are measured before fit gives up on meeting a budget
+_FUSING = 0.1  # of the step: more than that is not gained by fusing the head with its loss in one graph
 # Relative to a tensor's largest magnitude: with another saved set the compiler may fuse and round otherwise,
 # and chunks are added up in another order.
 _ROUNDING = 1e-4
@@ -186,11 +187,13 @@ def _searched_in_one_graph(
     search: Callable[[Profile, tuple[Action, ...]], _Confirmed | str],
 ) -> _Confirmed | str:
     """With the head in the graph, where the compiler fuses it with the loss and the host has least to do. If
-    that is out of reach, of the trunk, with head and loss in chunks behind it; if that is, too, why."""
+    that is out of reach, of the trunk, with head and loss in chunks behind it; if that is, too, why. The
+    other way round where chunks save more than that could: of logits that are slow to multiply."""
     chunks = with_chunks(found) if Action.CHUNK in allowed else None
     without = tuple(action for action in allowed if action is not Action.CHUNK)
+    first = chunks is not None and chunks.step_seconds < (1 - _FUSING) * found.step_seconds
     why = ""
-    for profile in filter(None, (found, chunks)):
+    for profile in filter(None, (chunks, found) if first else (found, chunks)):
         try:
             good = search(profile, without)
         except BudgetError as error:

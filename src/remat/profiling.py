@@ -299,18 +299,15 @@ def _kept_longer(
 ) -> float | None:
     """How much longer than their menu says compiled calls take in a step if they run eagerly and keep what
     they save, as a share of what they take at their fastest. Every fourth of each kind does, and of few one,
-    beside others with these saved sets: for all there may be no room. None if there is none for that, either.
-    """
-    of_kind: dict[int, list[Sighting]] = {}
-    for sighting in calls:
-        of_kind.setdefault(sighting.species, []).append(sighting)
-    kept = [s for group in of_kind.values() for s in group[_ONE_KEPT_OF - 1 :: _ONE_KEPT_OF] or group[-1:]]
-    others = [sighting for sighting in calls if sighting not in kept]
-    keeps = [kinds[sighting.species].menu[0] for sighting in kept]
-    held = sum(e.resident_bytes for e in (*keeps, *(sets[sighting.species] for sighting in others)))
+    beside others with these saved sets; without room for that, every fourth of all; None: nor for that."""
     clear_gradients(request.model)
-    room = max(segment.peak_bytes for segment in whole.segments) + held <= _ROOM * _free_bytes(device)
-    if not ranks.all_of(room):
+    free_bytes = _ROOM * _free_bytes(device) - max(segment.peak_bytes for segment in whole.segments)
+    for kept in _samples(calls):
+        keeps = [kinds[sighting.species].menu[0] for sighting in kept]
+        others = (sets[sighting.species] for sighting in calls if sighting not in kept)
+        if ranks.all_of(bool(kept) and sum(e.resident_bytes for e in (*keeps, *others)) <= free_bytes):
+            break
+    else:
         return None
     compiled = _compiled_calls(found, kinds, sets)
     keeping = compiled | {(sighting.name, sighting.call): _as_it_is for sighting in kept}
@@ -329,6 +326,15 @@ def _kept_longer(
         keep.extra_seconds - sets[s.species].extra_seconds for keep, s in zip(keeps, kept, strict=True)
     )
     return (ranks.agree(seconds) - said) / _fastest_seconds(kinds, kept)
+
+
+def _samples(calls: Sequence[Sighting]) -> tuple[list[Sighting], list[Sighting]]:
+    """Every fourth of each kind and at least one of each; and every fourth, whatever it is."""
+    of_kind: dict[int, list[Sighting]] = {}
+    for sighting in calls:
+        of_kind.setdefault(sighting.species, []).append(sighting)
+    each = [s for group in of_kind.values() for s in group[_ONE_KEPT_OF - 1 :: _ONE_KEPT_OF] or group[-1:]]
+    return each, [s for group in of_kind.values() for s in group][_ONE_KEPT_OF - 1 :: _ONE_KEPT_OF]
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -572,10 +578,7 @@ def _kind_for(
     compiled, problem = None, ""
     try:
         most = None if number < _KINDS_IN_FULL else 2
-        compiled = compiled_kind(
-            species, inputs, device, request.compiler, progress, menu_entry, most, host,
-            lean=not request.one_graph,  # what is compiled then is not the block
-        )  # fmt: skip
+        compiled = compiled_kind(species, inputs, device, request.compiler, progress, menu_entry, most, host)
     except CaptureError as error:
         problem = str(error)
     if ranks.all_of(compiled is not None) and compiled is not None:

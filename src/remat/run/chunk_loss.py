@@ -40,6 +40,7 @@ _CUDA_BYTES = 256 << 20
 _CUDA_ROWS = 1024  # below, reading and writing the sum of the weight's gradient costs more than the product
 _OTHER_BYTES = 64 << 20
 _CUDA_COLUMNS = 64  # a multiple of which logits in half precision should have; see _LinearRunner
+_FEW = 1 / 16  # of the columns, that may be added for that
 
 _none_ignored: ContextVar[bool] = ContextVar("no_row_ignored", default=False)
 
@@ -350,7 +351,8 @@ class _LinearRunner:
         if not head.autocast.enabled or linear.weight.dtype == torch.float64:  # autocast leaves fp64 alone
             cast = None
         self._cast = cast or linear.weight.dtype
-        more = _columns_to_add(linear.weight.shape[0], self._cast, linear.weight.device)
+        plain = type(linear.weight) in (Tensor, nn.Parameter)
+        more = _columns_to_add(linear.weight.shape[0], self._cast, linear.weight.device) if plain else 0
         self._weight = _longer(linear.weight.detach(), self._cast, more)
         self._bias = None if linear.bias is None else _longer(linear.bias.detach(), self._cast, more)
         self._needs_rows, self._chunks = needs_rows, chunks
@@ -371,13 +373,15 @@ class _LinearRunner:
         return slope @ self._weight if self._needs_rows else None
 
     def parameters(self) -> list[Tensor | None]:
-        found = [(_total(self._sums[id(p)], p, self._chunks), p) for p in self._trained]
-        return [t if t is None or t.shape == p.shape else t[: p.shape[0]] for t, p in found]
+        found = [_total(self._sums[id(p)], p, self._chunks) for p in self._trained]
+        # No slice: autograd adds in place (to the gradient of a tied embedding) what nobody else refers to.
+        return [None if t is None else t.resize_(p.shape) for t, p in zip(found, self._trained, strict=True)]
 
 
 def _columns_to_add(columns: int, dtype: torch.dtype, device: torch.device) -> int:
-    """To a row of logits, so that the next one begins where the device likes it."""
-    return -columns % _CUDA_COLUMNS if device.type == "cuda" and dtype.itemsize == 2 else 0
+    """To a row of logits, so that the next one begins where the device likes it, if they are few."""
+    more = -columns % _CUDA_COLUMNS if device.type == "cuda" and dtype.itemsize == 2 else 0
+    return more if more <= _FEW * columns else 0
 
 
 def _longer(tensor: Tensor, dtype: torch.dtype, more: int) -> Tensor:

@@ -38,7 +38,6 @@ from remat.trees import tensors
 __all__ = [
     "BACKENDS",
     "DEFAULT_BACKEND",
-    "LEAN",
     "PUBLIC",
     "WHOLE",
     "CompiledBlock",
@@ -54,7 +53,6 @@ __all__ = [
 DEFAULT_BACKEND = "inductor"
 BACKENDS = (DEFAULT_BACKEND, "aot_eager")  # the second runs the split graphs operation by operation
 PUBLIC = "checkpoint+"  # before the name of a stock backend: selective checkpointing inside of it
-LEAN = "lean+"  # before the default backend: takes longer to compile, and the host less to run
 WHOLE = "whole+"  # before the name of a backend: the model as one graph, `keep` names blocks and operations
 
 _CACHE_SIZE = 64
@@ -157,9 +155,7 @@ class CompiledBlock:
             self._found[self._code] = before | blocks_in(found, self.keep)
             return placed_decisions(found, self.keep, stock)
 
-        backend = self.backend.removeprefix(WHOLE)
-        lean = backend.startswith(LEAN)
-        return private.compile_joint(graph, inputs, decide, self.key, backend.removeprefix(LEAN), lean=lean)
+        return private.compile_joint(graph, inputs, decide, self.key, self.backend.removeprefix(WHOLE))
 
 
 def decisions(joint: Joint, keep: frozenset[str]) -> dict[fx.Node, bool]:

@@ -131,7 +131,8 @@ def foreign_leaves(output: Tensor, known: Iterable[Tensor]) -> bool:
 class GradientSum:
     """Adds up one parameter's gradient over pieces: in fp32 where the parameter has less precision.
 
-    A single piece is taken as it is: that is the product that the plain step would have formed.
+    A single piece is taken as it is: that is the product that the plain step would have formed (of logits
+    that are no wider).
     """
 
     def __init__(self, dtype: torch.dtype, pieces: int) -> None:

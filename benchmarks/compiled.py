@@ -9,9 +9,10 @@ with compile="whole" at some (--one-graph), as one graph ("remat-whole"). On the
 0.6 of the plain step's peak and at 0.6 of torch.compile's own, which is lower.
 
 Times are CUDA events after warm-up, every method in every round in shuffled order and compared with plain
-steps right before it: compiled steps heat the device until it slows down, and what follows them, too; with
---rest the device has been idle for so many seconds before each of them. The peak is the allocator's above
-what is resident (parameters and gradients are). The file is written after every method, so that a run that is
+steps right before it: compiled steps take the device to the limit of its power, where its clock slows down,
+and what follows them, too. With --rest it has been idle for so many seconds before each method and before the
+plain steps that a round's methods are compared with. The peak is the allocator's above what is resident
+(parameters and gradients are). The file is written after every method, so that a run that is
 cut short loses nothing; a method that fails is recorded with its error; with --limit no further method is
 prepared after so many seconds, and the rest is recorded as not run.
 
@@ -144,15 +145,21 @@ class Race:
     def rounds(self) -> None:
         order = random.Random(0)
         for _ in range(self.options.rounds):
+            rested = self._rested() if self.options.rest and "plain" in self.times else None
             for method in order.sample(self.methods, len(self.methods)):
-                time.sleep(self.options.rest)
                 if self.beside[method.label] and method.label != "plain":
-                    self.beside[method.label].append(self._steps(2, self.options.runs))
+                    self.beside[method.label].append(rested or self._steps(2, self.options.runs))
+                time.sleep(self.options.rest)
                 with method.context():
                     self.times[method.label].append(self._steps(2, self.options.runs))
                 self._summarise(method.label)
         for method in self.methods:
             self._show(method.label)
+
+    def _rested(self) -> list[float]:
+        """Plain steps of a device that has been idle, as it is before every method."""
+        time.sleep(self.options.rest)
+        return self._steps(2, self.options.runs)
 
     def _steps(self, untimed: int, timed: int) -> list[float]:
         for _ in range(untimed):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from remat.codec import from_json, to_json
 from remat.errors import BudgetError
+from remat.planner import proposals
 from remat.planner.bounds import least_budget, time_lower_bound
 from remat.planner.link import link_use
 from remat.planner.proposals import Proposal, _may_fit
@@ -174,6 +175,52 @@ def test_no_neighbour_within_the_budget_is_passed_over(p: Profile, room: int, da
             neighbour = (*choices[:call], number, *choices[call + 1 :])
             if simulator.run(neighbour).peak_bytes <= budget:
                 assert _may_fit(best, where[call], menu[choices[call]], other, budget)
+
+
+# Of a Llama's compiled block: held and sent MB, and ms that it takes longer. A link of 54 MB/ms.
+LLAMA_BLOCK = [
+    (965, 0, 0.0), (729, 0, 0.17), (729, 64, 0.17), (557, 236, 0.17), (493, 300, 0.17), (321, 472, 0.17),
+    (257, 0, 1.57), (257, 64, 1.57), (129, 192, 1.57), (1, 320, 1.57), (64, 65, 2.16), (0, 129, 2.16),
+]  # fmt: skip
+
+
+def alike(count: int) -> Profile:
+    sets = [hosted(held, sent, ms, backward=1300 + sent) for held, sent, ms in LLAMA_BLOCK]
+    keep = entry(Mode.KEEP, 1457, 5.2, forward=1457, backward=400)
+    full = entry(Mode.FULL, 0, 9.3, backward=1900, inputs=(0,))
+    block = dataclasses.replace(kind(keep, *sets, full), forward_seconds=3.0, backward_seconds=6.5)
+    made = stack([block], [0] * count, boundary=64, gradient=0, step_seconds=9.5 * count + 40)
+    return dataclasses.replace(made, link=LinkRates(54.0, 54.0, 50.0, 48.0))
+
+
+@pytest.mark.parametrize("held", [350, 180, 100])
+def test_alike_regions_share_the_link(monkeypatch: pytest.MonkeyPatch, held: int) -> None:
+    """With `held` MB for each there is no best entry: some send much, so that others need not recompute."""
+    p = alike(24)
+    budget = 1000 + 2000 + held * 24
+    plan = schedule(p, budget, allow=ALL)
+    assert simulate(p, plan.choices).peak_bytes <= budget
+    assert plan == schedule(p, budget, allow=ALL)  # the same every time
+    monkeypatch.setattr(proposals, "_MOST_EXCHANGES", 0)
+    alone = schedule(p, budget, allow=ALL)
+    assert plan.predicted_seconds < 0.99 * alone.predicted_seconds
+
+
+def test_what_is_sent_has_a_price(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies take memory bandwidth from compute: for next to nothing, nothing is sent."""
+    block = kind(
+        entry(Mode.KEEP, 100, 0.0, backward=20),
+        hosted(60, 40, 0.0, backward=60),
+        entry(Mode.RECIPE, 60, 1e-4, backward=60),
+        entry(Mode.FULL, 0, 1.0, backward=120, inputs=(0,)),
+    )
+    p = dataclasses.replace(stack([block], [0] * 8, boundary=0, gradient=0), link=FAST)
+    budget = 1000 + 120 + 60 * 8
+    plan = schedule(p, budget, allow=ALL)
+    assert {plan.entry(i).host_bytes for i in range(8)} == {0}
+    monkeypatch.setattr(proposals, "_HIDDEN_PRICE", 0.0)
+    plan = schedule(p, budget, allow=ALL)
+    assert any(plan.entry(i).host_bytes for i in range(8))
 
 
 def in_pieces(sent: list[list[int]], *, known: bool = True) -> Profile:

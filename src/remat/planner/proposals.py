@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+import numpy as np
+
 from remat.errors import InputError
 from remat.planner.bounds import entries, least_choices
 from remat.planner.chain import Chain, chain, fastest
@@ -23,16 +25,21 @@ from remat.planner.simulate import Simulator, Span, Timeline, spans
 from remat.planner.tied import fastest_tied
 from remat.records import Action, Entry, Profile
 
-__all__ = ["Proposal", "polished", "proposals", "rank"]
+__all__ = ["Proposal", "exchanged", "polished", "proposals", "rank"]
 
 # Seconds that a byte costs, in units of the time that the link takes for it. Copies that are hidden slow
-# compute down a little; where the simulator sees waits, plans that send less are tried, too.
-_HIDDEN_PRICE = 0.02
+# compute down a little, since they take their share of the device's memory: 0.65 to 0.85 ms per GB there and
+# back on an H200. Where the simulator sees waits, plans that send less are tried, too.
+_HIDDEN_PRICE = 0.04
 _WAITING_PRICES = (0.3, 1.0)
 _SCARCE_PRICES = 8  # prices tried, up to one at which nothing is sent, where the host has too little memory
 _ROUNDS = 4  # how often the solver is asked again with the room that the simulator saw
 _WORTHWHILE = 1e-3  # of the budget: less room than this is not asked for
-_MOST_TRIALS = 800  # simulations that polishing may take
+_MOST_TRIALS = 800  # simulations that climbing may take
+_MOST_EXCHANGES = 600  # and trying two moves at a time
+_PAIRS_TRIED = 300  # of those that look faster, before they are given up
+_MOVES_PAIRED = 600  # with each other, at a time
+_GAIN = 3e-5  # of the step: less is not worth a simulation
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,7 @@ def proposals(profile: Profile, budget_bytes: int, allow: Sequence[Action]) -> I
     without = tuple(action for action in allow if action is not Action.OFFLOAD)
     with suppress(InputError):  # nothing but offload is allowed
         yield from _of_window(profile, budget_bytes, without, None)
-    seconds = 0.0 if profile.link is None else 1 / profile.link.d2h_bytes_per_second
+    seconds = _link_seconds(profile)
     for nbytes in window_sizes(profile):
         waits, most = False, 0
         for proposal in _of_window(profile, budget_bytes, allow, Window(nbytes, _HIDDEN_PRICE * seconds)):
@@ -71,39 +78,125 @@ def _scarce_prices(profile: Profile) -> list[float]:
 
 def polished(profile: Profile, budget_bytes: int, allow: Sequence[Action], start: Proposal) -> Proposal:
     """What the simulator prefers among the neighbours of a plan, or among all plans where those are few."""
-    simulator = Simulator(profile)
-    problem = program(profile, allow)
-    moves = [
-        [
-            tuple((i, option.entry) for i, option in zip(group, options, strict=True))
-            for options in zip(*(problem.calls[i].options for i in group), strict=True)
-        ]
-        for group in problem.groups
-    ]
-    if math.prod(map(len, moves)) <= _MOST_TRIALS:
-        everything = (
-            _proposal(simulator, _moved(start.choices, itertools.chain(*move)))
-            for move in itertools.product(*moves)
-        )
-        return min((start, *everything), key=lambda p: rank(profile, p, budget_bytes))
-    where = spans(profile)
-    menus = [profile.kinds[call.kind].menu for call in profile.calls]
-    best, trials, improved = start, 0, True
-    while improved and trials < _MOST_TRIALS:
-        improved = False
-        waits = best.timeline.link is not None and best.timeline.link.waited_seconds > 0
-        for move in itertools.chain(*moves):
-            changes = [(where[i], menus[i][best.choices[i]], menus[i][entry]) for i, entry in move]
-            seconds = sum(other.extra_seconds - now.extra_seconds for _, now, other in changes)
-            if all(now is other for _, now, other in changes) or not (seconds < 0 or waits):
-                continue
-            if not all(_may_fit(best, span, now, other, budget_bytes) for span, now, other in changes):
-                continue
-            other = _proposal(simulator, _moved(best.choices, move))
-            trials += 1
-            if rank(profile, other, budget_bytes) < rank(profile, best, budget_bytes):
-                best, improved = other, True
+    search = _Search(profile, budget_bytes, program(profile, allow))
+    if search.combinations <= _MOST_TRIALS:
+        return min((start, *search.everything(start)), key=search.rank)
+    return search.climbed(start)
+
+
+def exchanged(
+    profile: Profile, budget_bytes: int, allow: Sequence[Action], choices: tuple[int, ...]
+) -> Proposal:
+    """What the simulator prefers to a polished plan, among those in which regions trade memory with each
+    other. It takes some hundred simulations."""
+    search = _Search(profile, budget_bytes, program(profile, allow))
+    start = _proposal(Simulator(profile), choices)
+    if search.combinations <= _MOST_TRIALS:  # all of them have been judged
+        return start
+    best, before = start, None
+    while best is not before:
+        before, best = best, search.climbed(search.exchanged(best))
     return best
+
+
+_Move = tuple[tuple[int, int], ...]  # the entries that some calls change to, which have to change together
+
+
+class _Search:
+    """From a plan to a better one, as the simulator judges them."""
+
+    def __init__(self, profile: Profile, budget_bytes: int, problem: Program) -> None:
+        self._profile, self._budget_bytes = profile, budget_bytes
+        self._simulator = Simulator(profile)
+        self._spans = spans(profile)
+        self._menus = [profile.kinds[call.kind].menu for call in profile.calls]
+        self._groups: list[list[_Move]] = [
+            [
+                tuple((i, option.entry) for i, option in zip(group, options, strict=True))
+                for options in zip(*(problem.calls[i].options for i in group), strict=True)
+            ]
+            for group in problem.groups
+        ]
+        self._exchanges = _MOST_EXCHANGES
+        self._dice = np.random.default_rng(0)  # the same plan every time
+
+    @property
+    def combinations(self) -> int:
+        return math.prod(map(len, self._groups))
+
+    def rank(self, proposal: Proposal) -> tuple[float, ...]:
+        return rank(self._profile, proposal, self._budget_bytes)
+
+    def everything(self, start: Proposal) -> Iterator[Proposal]:
+        for moves in itertools.product(*self._groups):
+            yield self._with(start, *moves)
+
+    def climbed(self, best: Proposal) -> Proposal:
+        """One move after the other that is faster, until there is none."""
+        trials, improved = 0, True
+        while improved and trials < _MOST_TRIALS:
+            improved = False
+            waits = best.timeline.link is not None and best.timeline.link.waited_seconds > 0
+            for move in itertools.chain(*self._groups):
+                changes = [(self._spans[i], *self._change(best, i, entry)) for i, entry in move]
+                seconds = sum(other.extra_seconds - now.extra_seconds for _, now, other in changes)
+                if all(now is other for _, now, other in changes) or not (seconds < 0 or waits):
+                    continue
+                if not all(
+                    _may_fit(best, span, now, other, self._budget_bytes) for span, now, other in changes
+                ):
+                    continue
+                other = self._with(best, move)
+                trials += 1
+                if self.rank(other) < self.rank(best):
+                    best, improved = other, True
+        return best
+
+    def exchanged(self, best: Proposal) -> Proposal:
+        """Two moves at a time, of which one frees memory for the other, until none of those that are tried is
+        faster. Where regions are alike, this is how they share the link: the solvers, which know a price for
+        its bytes and no limit, would have all of them send as much, or as little."""
+        better: Proposal | None = best
+        while better is not None:
+            best, better = better, None
+            for frees, spends in self._pairs(best):
+                if self._exchanges <= 0:
+                    break
+                self._exchanges -= 1
+                other = self._with(best, frees, spends)
+                if self.rank(other) < self.rank(best):
+                    better = other
+                    break
+        return best
+
+    def _pairs(self, best: Proposal) -> list[tuple[_Move, _Move]]:
+        """Some that are faster and hold no more than there is room for, the link aside; rather those that are
+        much faster."""
+        room = self._budget_bytes - best.timeline.peak_bytes
+        known = [(number, move) for number, moves in enumerate(self._groups) for move in moves]
+        if room < 0 or not known:
+            return []
+        some = [known[i] for i in self._dice.permutation(len(known))[:_MOVES_PAIRED]]
+        group = np.array([number for number, _ in some])
+        changes = [[self._change(best, i, entry) for i, entry in move] for _, move in some]
+        seconds = np.array([sum(b.extra_seconds - a.extra_seconds for a, b in one) for one in changes])
+        held = np.array([sum(b.resident_bytes - a.resident_bytes for a, b in one) for one in changes])
+        gain = -(seconds[:, None] + seconds[None, :])
+        fits = (held[:, None] + held[None, :] <= room) & (held[:, None] <= 0) & (held[None, :] >= 0)
+        worth = gain > _GAIN * best.timeline.seconds
+        frees, spends = np.nonzero(fits & worth & (group[:, None] != group[None, :]))
+        if not len(frees):
+            return []
+        weights = gain[frees, spends] ** 2
+        number = min(len(frees), _PAIRS_TRIED)
+        drawn = self._dice.choice(len(frees), number, replace=False, p=weights / weights.sum())
+        return [(some[frees[i]][1], some[spends[i]][1]) for i in drawn]
+
+    def _change(self, plan: Proposal, call: int, entry: int) -> tuple[Entry, Entry]:
+        return self._menus[call][plan.choices[call]], self._menus[call][entry]
+
+    def _with(self, plan: Proposal, *moves: _Move) -> Proposal:
+        return _proposal(self._simulator, _moved(plan.choices, itertools.chain(*moves)))
 
 
 def _moved(choices: tuple[int, ...], move: Iterable[tuple[int, int]]) -> tuple[int, ...]:
@@ -125,11 +218,18 @@ def _may_fit(best: Proposal, span: Span | None, now: Entry, other: Entry, budget
 
 
 def rank(profile: Profile, proposal: Proposal, budget_bytes: int) -> tuple[float, ...]:
-    """Smaller is better: within the host's memory and the budget, then faster, then less over the link."""
+    """Smaller is better: within the host's memory and the budget, then faster, with what hidden copies cost,
+    then less over the link."""
     timeline = proposal.timeline
     limit = proposal.host_bytes if profile.host_limit_bytes is None else profile.host_limit_bytes
     over_host, over = max(proposal.host_bytes - limit, 0), max(timeline.peak_bytes - budget_bytes, 0)
-    return over_host, over, timeline.seconds, proposal.host_bytes, timeline.peak_bytes
+    hidden = _HIDDEN_PRICE * proposal.host_bytes * _link_seconds(profile)
+    return over_host, over, timeline.seconds + hidden, proposal.host_bytes, timeline.peak_bytes
+
+
+def _link_seconds(profile: Profile) -> float:
+    """That the link takes for a byte."""
+    return 0.0 if profile.link is None else 1 / profile.link.d2h_bytes_per_second
 
 
 def _of_window(

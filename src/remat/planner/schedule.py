@@ -12,7 +12,7 @@ from remat.errors import BudgetError, RematError
 from remat.planner.bounds import DEFAULT_ALLOW, entries, least_choices, time_lower_bound
 from remat.planner.chain import chain, fastest
 from remat.planner.program import Program, memory_prices, programs, solve_milp
-from remat.planner.proposals import polished, proposals, rank
+from remat.planner.proposals import exchanged, polished, proposals, rank
 from remat.planner.simulate import Timeline, simulate
 from remat.planner.tied import fastest_tied
 from remat.records import Action, Mode, Phase, Plan, Profile
@@ -40,6 +40,8 @@ def schedule(
     """
     allowed = tuple(dict.fromkeys(allow))
     plan = _best_head(profile, budget_bytes, allowed, polish)
+    if polish and Action.OFFLOAD in allowed and _may_send(plan.profile):
+        plan = _sharing_link(plan)
     if max_seconds is not None and plan.predicted_seconds > max_seconds:
         raise _too_slow(plan, max_seconds)
     return plan
@@ -119,7 +121,7 @@ def _fastest(profile: Profile, budget_bytes: int, allow: tuple[Action, ...], pol
     fastest_there_is = plain.seconds <= profile.step_seconds
     if Action.KEEP in allow and fastest_there_is and plain.peak_bytes <= budget_bytes:
         return make_plan(profile, untouched, budget_bytes, strategy="optimal", allow=allow)
-    if Action.OFFLOAD in allow and any(e.host_bytes for kind in profile.kinds for e in kind.menu):
+    if Action.OFFLOAD in allow and _may_send(profile):
         return _fastest_with_link(profile, budget_bytes, allow, polish)
     found = [_solve(profile, problem, budget_bytes) for problem in programs(profile, allow)]
     smallest = min((simulate(profile, one.least) for one in found), key=lambda timeline: timeline.peak_bytes)
@@ -210,9 +212,30 @@ def _fastest_with_link(profile: Profile, budget_bytes: int, allow: tuple[Action,
         best = polished(profile, budget_bytes, allow, best)
     if best.timeline.peak_bytes > budget_bytes:
         raise _out_of_reach(profile, budget_bytes, best.timeline, allow)
-    gap = best.timeline.seconds - time_lower_bound(profile, budget_bytes, allow)
-    notes = _not_proven(gap) if gap > _PROVEN_SHARE * best.timeline.seconds else ()
-    return make_plan(profile, best.choices, budget_bytes, strategy="optimal", allow=allow, notes=notes)
+    return _with_link(profile, best.choices, budget_bytes, allow)
+
+
+def _with_link(
+    profile: Profile, choices: tuple[int, ...], budget_bytes: int, allow: tuple[Action, ...]
+) -> Plan:
+    plan = make_plan(profile, choices, budget_bytes, strategy="optimal", allow=allow)
+    gap = plan.predicted_seconds - time_lower_bound(profile, budget_bytes, allow)
+    return replace(plan, notes=_not_proven(gap)) if gap > _PROVEN_SHARE * plan.predicted_seconds else plan
+
+
+def _may_send(profile: Profile) -> bool:
+    return any(entry.host_bytes for kind in profile.kinds for entry in kind.menu)
+
+
+def _sharing_link(plan: Plan) -> Plan:
+    """The same, or a faster plan in which some regions send more so that others need not recompute."""
+    if not plan.notes:  # no plan is faster
+        return plan
+    best = exchanged(plan.profile, plan.budget_bytes, plan.allow, plan.choices)
+    if best.choices == plan.choices:
+        return plan
+    made = _with_link(plan.profile, best.choices, plan.budget_bytes, plan.allow)
+    return replace(made, plain_peak_bytes=plan.plain_peak_bytes, plain_seconds=plan.plain_seconds)
 
 
 # ------------------------------------------------------------------------------------------------ refusals

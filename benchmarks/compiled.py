@@ -406,7 +406,7 @@ def main() -> None:
         "--one-graph", default=f"{WHOLE_SHARE}", help="shares for remat-whole, but for the launch-bound model"
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rest", type=float, default=0.0, help="idle seconds before a method is timed")
+    parser.add_argument("--rest", type=float, default=0.0, help="idle seconds before any method is timed")
     parser.add_argument("--runs", type=int, default=3, help="timed steps of a method in one round")
     parser.add_argument(
         "--limit", type=float, help="seconds per workload after which nothing more is prepared"

@@ -19,7 +19,7 @@ import numpy as np
 from remat.errors import InputError
 from remat.planner.bounds import entries, least_choices
 from remat.planner.chain import Chain, chain, fastest
-from remat.planner.link import host_bytes
+from remat.planner.link import hidden_seconds, host_bytes
 from remat.planner.program import Program, Window, memory_prices, program, solve_milp, window_sizes
 from remat.planner.simulate import Simulator, Span, Timeline, spans
 from remat.planner.tied import fastest_tied
@@ -27,10 +27,10 @@ from remat.records import Action, Entry, Profile
 
 __all__ = ["Proposal", "exchanged", "polished", "proposals", "rank"]
 
-# Seconds that a byte costs, in units of the time that the link takes for it. Copies that are hidden slow
-# compute down a little, since they take their share of the device's memory: 0.65 to 0.85 ms per GB there and
-# back on an H200. Where the simulator sees waits, plans that send less are tried, too.
-_HIDDEN_PRICE = 0.04
+# Seconds that a byte costs, in units of the time that the link takes for it. Copies that are hidden cost at
+# least this, so that of plans that are as fast those that send less are proposed; where the simulator sees
+# waits, plans that send less are tried, too.
+_HIDDEN_PRICE = 0.02
 _WAITING_PRICES = (0.3, 1.0)
 _SCARCE_PRICES = 8  # prices tried, up to one at which nothing is sent, where the host has too little memory
 _ROUNDS = 4  # how often the solver is asked again with the room that the simulator saw
@@ -54,10 +54,11 @@ def proposals(profile: Profile, budget_bytes: int, allow: Sequence[Action]) -> I
     without = tuple(action for action in allow if action is not Action.OFFLOAD)
     with suppress(InputError):  # nothing but offload is allowed
         yield from _of_window(profile, budget_bytes, without, None)
-    seconds = _link_seconds(profile)
+    seconds = 0.0 if profile.link is None else 1 / profile.link.d2h_bytes_per_second
+    hidden = max(_HIDDEN_PRICE * seconds, hidden_seconds(profile, 1))
     for nbytes in window_sizes(profile):
         waits, most = False, 0
-        for proposal in _of_window(profile, budget_bytes, allow, Window(nbytes, _HIDDEN_PRICE * seconds)):
+        for proposal in _of_window(profile, budget_bytes, allow, Window(nbytes, hidden)):
             use = proposal.timeline.link
             waits |= use is not None and use.waited_seconds > 0
             most = max(most, proposal.host_bytes)
@@ -88,9 +89,9 @@ def exchanged(
     profile: Profile, budget_bytes: int, allow: Sequence[Action], choices: tuple[int, ...]
 ) -> Proposal:
     """What the simulator prefers to a polished plan, among those in which regions trade memory with each
-    other. It takes some hundred simulations."""
+    other. It takes up to so many simulations as polishing and exchanges may take."""
     search = _Search(profile, budget_bytes, program(profile, allow))
-    start = _proposal(Simulator(profile), choices)
+    start = search.judged(choices)
     if search.combinations <= _MOST_TRIALS:  # all of them have been judged
         return start
     best, before = start, None
@@ -117,7 +118,7 @@ class _Search:
             ]
             for group in problem.groups
         ]
-        self._exchanges = _MOST_EXCHANGES
+        self._trials, self._exchanges = _MOST_TRIALS, _MOST_EXCHANGES
         self._dice = np.random.default_rng(0)  # the same plan every time
 
     @property
@@ -127,14 +128,17 @@ class _Search:
     def rank(self, proposal: Proposal) -> tuple[float, ...]:
         return rank(self._profile, proposal, self._budget_bytes)
 
+    def judged(self, choices: tuple[int, ...]) -> Proposal:
+        return _proposal(self._simulator, choices)
+
     def everything(self, start: Proposal) -> Iterator[Proposal]:
         for moves in itertools.product(*self._groups):
             yield self._with(start, *moves)
 
     def climbed(self, best: Proposal) -> Proposal:
         """One move after the other that is faster, until there is none."""
-        trials, improved = 0, True
-        while improved and trials < _MOST_TRIALS:
+        improved = True
+        while improved and self._trials > 0:
             improved = False
             waits = best.timeline.link is not None and best.timeline.link.waited_seconds > 0
             for move in itertools.chain(*self._groups):
@@ -147,7 +151,7 @@ class _Search:
                 ):
                     continue
                 other = self._with(best, move)
-                trials += 1
+                self._trials -= 1
                 if self.rank(other) < self.rank(best):
                     best, improved = other, True
         return best
@@ -196,7 +200,7 @@ class _Search:
         return self._menus[call][plan.choices[call]], self._menus[call][entry]
 
     def _with(self, plan: Proposal, *moves: _Move) -> Proposal:
-        return _proposal(self._simulator, _moved(plan.choices, itertools.chain(*moves)))
+        return self.judged(_moved(plan.choices, itertools.chain(*moves)))
 
 
 def _moved(choices: tuple[int, ...], move: Iterable[tuple[int, int]]) -> tuple[int, ...]:
@@ -218,18 +222,11 @@ def _may_fit(best: Proposal, span: Span | None, now: Entry, other: Entry, budget
 
 
 def rank(profile: Profile, proposal: Proposal, budget_bytes: int) -> tuple[float, ...]:
-    """Smaller is better: within the host's memory and the budget, then faster, with what hidden copies cost,
-    then less over the link."""
+    """Smaller is better: within the host's memory and the budget, then faster, then less over the link."""
     timeline = proposal.timeline
     limit = proposal.host_bytes if profile.host_limit_bytes is None else profile.host_limit_bytes
     over_host, over = max(proposal.host_bytes - limit, 0), max(timeline.peak_bytes - budget_bytes, 0)
-    hidden = _HIDDEN_PRICE * proposal.host_bytes * _link_seconds(profile)
-    return over_host, over, timeline.seconds + hidden, proposal.host_bytes, timeline.peak_bytes
-
-
-def _link_seconds(profile: Profile) -> float:
-    """That the link takes for a byte."""
-    return 0.0 if profile.link is None else 1 / profile.link.d2h_bytes_per_second
+    return over_host, over, timeline.seconds, proposal.host_bytes, timeline.peak_bytes
 
 
 def _of_window(

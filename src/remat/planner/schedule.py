@@ -229,10 +229,10 @@ def _may_send(profile: Profile) -> bool:
 
 def _sharing_link(plan: Plan) -> Plan:
     """The same, or a faster plan in which some regions send more so that others need not recompute."""
-    if not plan.notes:  # no plan is faster
+    if not plan.notes:  # no plan is faster by more than that
         return plan
     best = exchanged(plan.profile, plan.budget_bytes, plan.allow, plan.choices)
-    if best.choices == plan.choices:
+    if best.choices == plan.choices or best.timeline.peak_bytes > plan.budget_bytes:
         return plan
     made = _with_link(plan.profile, best.choices, plan.budget_bytes, plan.allow)
     return replace(made, plain_peak_bytes=plan.plain_peak_bytes, plain_seconds=plan.plain_seconds)
@@ -290,7 +290,8 @@ def refusal(budget_bytes: int, needed: int, hints: tuple[str, ...], where: str) 
 
 
 def _too_slow(plan: Plan, max_seconds: float) -> BudgetError:
-    """There is a plan, but a slow one: find the budget, to a thousandth, at which one is quick enough."""
+    """There is a plan, but a slow one: find the budget, to a thousandth, at which one is quick enough; where
+    regions share the link, less may do."""
     if plan.plain_seconds > max_seconds:
         return BudgetError(
             f"max_seconds={max_seconds:g}, but the untouched step already takes "

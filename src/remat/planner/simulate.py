@@ -9,7 +9,7 @@ whole region recomputed). Every other choice differs from it in ways that are kn
   is let go between the reader's forward and its backward, if neither of the two entries holds it;
 - inside a region's own segments the peak is the entry's own;
 - what is on its way to the host or back is held on the device meanwhile (`link.py`), and where compute has to
-  wait for it, the step takes longer.
+  wait for it, the step takes longer, and a little where it has not.
 
 What else happened in the measured step (embedding, head, loss, gradients that appear) shifts with the level.
 In forward the outputs of the step before are there, too, if a loop holds them, and with them whatever regions
@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from remat.planner.link import LinkUse, link_use
+from remat.planner.link import LinkUse, hidden_seconds, link_use
 from remat.records import Entry, Mode, Phase, Profile, RegionCall, Segment
 
 __all__ = [
@@ -296,7 +296,7 @@ class Simulator:
             peak_at="" if worst is None else worst.label,
             seconds=profile.step_seconds
             + sum(map(extra_seconds, self._spans, chosen))
-            + (0.0 if link is None else link.waited_seconds),
+            + (0.0 if link is None else link.waited_seconds + hidden_seconds(profile, link.host_bytes)),
             link=link,
         )
 

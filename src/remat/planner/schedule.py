@@ -229,7 +229,7 @@ def _may_send(profile: Profile) -> bool:
 
 def _sharing_link(plan: Plan) -> Plan:
     """The same, or a faster plan in which some regions send more so that others need not recompute."""
-    if not plan.notes:  # no plan is faster by more than that
+    if not plan.notes:  # it is known to be as fast as any, or nearly so
         return plan
     best = exchanged(plan.profile, plan.budget_bytes, plan.allow, plan.choices)
     if best.choices == plan.choices or best.timeline.peak_bytes > plan.budget_bytes:
@@ -261,7 +261,7 @@ def _out_of_reach(
         hints.append("allow recompute")
     elif profile.one_graph:
         hints.append("compile blocks one by one with compile=True, which may also offload")
-    elif Action.OFFLOAD not in allow and any(e.host_bytes for kind in profile.kinds for e in kind.menu):
+    elif Action.OFFLOAD not in allow and _may_send(profile):
         hints.append("allow offload")
     if point.call < 0 and "head" in point.label and not profile.environment.estimated:
         rest = ", the rest as one graph" if profile.one_graph else ""

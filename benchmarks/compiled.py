@@ -11,7 +11,9 @@ with compile="whole" at some (--one-graph), as one graph ("remat-whole"). On the
 Times are CUDA events after warm-up, every method in every round in shuffled order and compared with plain
 steps right before it: compiled steps take the device to the limit of its power, where its clock slows down,
 and what follows them, too. With --rest it has been idle for so many seconds before each method and before the
-plain steps that a round's methods are compared with. The peak is the allocator's above what is resident
+plain steps that a round's methods are compared with. `time_as_prepared` is the median of eight steps right
+after a method was prepared, over the plain step's, timed in the same way: while the compiler works, the
+device is idle. The peak is the allocator's above what is resident
 (parameters and gradients are). The file is written after every method, so that a run that is
 cut short loses nothing; a method that fails is recorded with its error; with --limit no further method is
 prepared after so many seconds, and the rest is recorded as not run.
@@ -54,6 +56,10 @@ from remat.trees import tensors
 STOCK_BUDGETS = (1.0, 0.5, 0.25, 0.0)
 SHARES = (0.99, 0.45, 0.25, 0.10, 0.04)
 WHOLE_SHARE = 0.45
+FIRST_STEPS = 8  # timed right after a method was prepared
+SHOWN = (
+    "time_as_prepared", "predicted_time", "predicted_share", "first_step_seconds", "fallbacks", "one_graph"
+)  # fmt: skip
 GROUPS = ("plain", "remat", "remat-whole", "regional", "checkpoint", "whole")
 
 
@@ -127,7 +133,7 @@ class Race:
                 self.step()
                 clean()
                 peak = peak_of(self.step)
-                self.times[method.label] = [[seconds_of(self.step) for _ in range(2)]]
+                self.times[method.label] = [[seconds_of(self.step) for _ in range(FIRST_STEPS)]]
                 plain = self.times.get("plain", [])
                 self.beside[method.label] = plain if method.label == "plain" else plain[:1]
         except Exception as error:
@@ -177,6 +183,7 @@ class Race:
             facts["time"] = statistics.median(statistics.median(found) for found in raced)
             facts["time_by_round"] = [statistics.median(found) for found in raced]
             facts["spread"] = spread_of([ratio for found in raced for ratio in found])
+            facts["time_as_prepared"] = statistics.median(rounds[0]) / statistics.median(plain[0])
             facts["share"] = row["peak_bytes"] / self.result["methods"]["plain"]["peak_bytes"]
         self.record(label, **facts)
 
@@ -186,7 +193,7 @@ class Race:
         extra = ", ".join(
             f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}"
             for key, value in row.items()
-            if key in ("predicted_time", "predicted_share", "first_step_seconds", "fallbacks", "one_graph")
+            if key in SHOWN
         )
         print(
             f"{self.name:<13}{label:<30}{row.get('time', 1):.3f}x  peak {row.get('share', 1):.3f}  "

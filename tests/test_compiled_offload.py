@@ -104,7 +104,7 @@ def test_families_with_everything_that_can_wait_on_the_host(name: str) -> None:
         # What is fetched ahead is counted in full.
         assert -0.01 * peak <= plan.predicted_peak_bytes - peak <= 0.15 * peak
         assert not any(region.counts.fallbacks for region in handle.regions)
-        assert [row.mode for row in handle.status().rows] == ["compiled"] * 3
+        assert [row.mode for row in handle.status().rows] == ["compiled"] * len(found.calls)
     link = handle.engine.link
     assert isinstance(link, SimulatedLink)
     assert not link.violations

@@ -49,6 +49,7 @@ from remat.run.onegraph import calls_of, trunks_of
 from remat.run.quiet import quiet
 from remat.trace.discover import Block, find_blocks
 from remat.trace.loops import with_loops
+from remat.trace.norms import with_norms
 from remat.trace.survey import Sighting, Species, Survey, frugally, survey, timeline, visiting
 
 __all__ = [
@@ -131,7 +132,7 @@ def build_profile(request: Request, progress: Progress) -> Profile:
     ):
         looped = with_loops(model, blocks, request.run)
         stack.enter_context(decompiled(block.module for block in looped if block not in blocks))
-        blocks = looped
+        blocks = with_norms(model, looped)
         host = _hosting(request, device, stack, notes, progress)
         kernels = threading.Thread(target=_try_kernels, args=(device,), daemon=True)
         kernels.start()

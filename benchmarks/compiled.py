@@ -13,9 +13,9 @@ steps right before it: compiled steps take the device to the limit of its power,
 and what follows them, too. With --rest it has been idle for so many seconds before each method and before the
 plain steps that a round's methods are compared with. `time_as_prepared` is the median of eight steps right
 after a method was prepared, over the plain step's, timed in the same way: while the compiler works, the
-device is idle. The peak is the allocator's above what is resident
-(parameters and gradients are). The file is written after every method, so that a run that is
-cut short loses nothing; a method that fails is recorded with its error; with --limit no further method is
+device is idle. `seconds_by_round` has every step, those eight first. The peak is the allocator's above what
+is resident (parameters and gradients are). The file is written after every method, so that a run that is cut
+short loses nothing; a method that fails is recorded with its error; with --limit no further method is
 prepared after so many seconds, and the rest is recorded as not run.
 
 Compiling whole models takes most of a run. Several processes at once can do that before, each with
@@ -177,6 +177,7 @@ class Race:
         row = self.result["methods"][label]
         every = [seconds for found in rounds[1:] or rounds for seconds in found]
         facts: dict[str, Any] = {"seconds": statistics.median(every), "runs": len(every)}
+        facts["seconds_by_round"] = [[round(seconds, 5) for seconds in found] for found in rounds]
         facts["spread"] = spread_of(every)
         if plain:
             raced = relative_to(plain[1:], rounds[1:]) or relative_to(plain, rounds)

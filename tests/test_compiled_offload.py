@@ -34,6 +34,7 @@ from remat.planner.schedule import make_plan
 from remat.planner.simulate import simulate
 from remat.records import Action, Mode, Plan, Role
 from remat.run import compiled
+from remat.run import outgoing as sends
 from remat.run.link import Direction
 from remat.run.meter import storages_of
 from remat.run.offload import Engine
@@ -264,6 +265,28 @@ def test_neither_parameters_nor_outputs_are_sent(monkeypatch: pytest.MonkeyPatch
     assert sent
     assert not any(storage_ref(tensor) in resident for tensor in sent)
     assert storage_ref(output) not in {storage_ref(tensor) for tensor in sent}
+
+
+def test_what_a_graph_has_saved_is_looked_at_once_per_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later calls send the same places of its node, right to the bit; a region remembers few lengths."""
+    looked: list[int] = []
+    choose = sends._chosen
+    monkeypatch.setattr(sends, "_chosen", lambda *given: looked.append(1) or choose(*given))
+    monkeypatch.setattr(sends, "_LAYOUTS", 2)
+    case = stack(layers=4)
+    plain = same_model(case)
+    with remat.apply(case.model, sending(profile_of_stack())) as handle:
+        assert handle.engine is not None
+        for length, expected_looks in ((32, 4), (32, 0), (16, 4), (32, 0), (16, 0), (24, 4), (32, 4)):
+            looked.clear()
+            other = Case(case.model, torch.randn(4, length, 8), squared)
+            before = handle.engine.counts.sent_bytes
+            case.model.zero_grad(set_to_none=True)
+            plain.zero_grad(set_to_none=True)
+            assert_same(step(other, plain), step(other, case.model))
+            assert len(looked) == expected_looks
+            assert handle.engine.counts.sent_bytes > before
+            assert all(len(region.layouts) <= 2 for region in handle.regions)
 
 
 def test_the_input_of_a_block_leaves_the_device() -> None:

@@ -7,12 +7,13 @@ without, so that one saved set serves with nothing, some or all of it on the hos
 A compiled graph does not name what it saves, least of all one that comes from the compiler's cache. But all
 tensors of one size weigh the same, so that those that forward makes itself are told by their place in the
 order of sizes (which is the same at every length), and inputs by their memory. Parameters, buffers and
-outputs are alive anyway and never sent.
+outputs are alive anyway and never sent. What is where in a graph's node does not change from call to call, so
+that it is looked at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ from remat.run.meter import storages_of
 from remat.run.moved import Moved, unmove
 from remat.run.offload import Engine
 
-__all__ = ["Outgoing", "outgoing", "send_out"]
+__all__ = ["Layouts", "Outgoing", "outgoing", "send_out"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,12 @@ class Outgoing:
     inputs: tuple[int, ...]
     ranks: tuple[int, ...]
     nbytes: int = 0
+
+
+# Which saved tensors go: by what is to be sent, the class of the node (every compiled graph has one of its
+# own) and the bytes of all that it has saved.
+Layouts = MutableMapping[tuple["Outgoing", type, tuple[int, ...]], Sequence[int]]
+_LAYOUTS = 64  # that a region remembers: one for every length
 
 
 def outgoing(graph: RegionGraph, recipe: Recipe) -> Outgoing | None:
@@ -59,16 +66,22 @@ def send_out(
     engine: Engine,
     place: int,
     name: str,
+    layouts: Layouts,
 ) -> str:
-    """Send what is to go. Returns why not, if not: what was not sent stays, more memory and nothing else."""
+    """Send what is to go. Returns why not, if not: what was not sent stays, more memory and nothing else.
+    `layouts` is the caller's, for the next call."""
     if active_saved_tensors_hooks() is not None:
         return "another saved-tensor hook is active (an outer checkpoint, save_on_cpu)"
-    saved: dict[Hashable, list[int]] = {}
     found = node.saved_tensors
-    for position, tensor in enumerate(found):
-        if tensor is not None:
-            saved.setdefault(storage_ref(tensor), []).append(position)
-    chosen, problem = _chosen(what, saved, found, storages_of([module]), inputs, outputs)
+    sizes = tuple([-1 if tensor is None else tensor.untyped_storage().nbytes() for tensor in found])
+    layout, problem = (what, type(node), sizes), ""
+    chosen = layouts.get(layout)
+    if chosen is None:
+        chosen, problem = _chosen(what, found, storages_of([module]), inputs, outputs)
+        if len(layouts) >= _LAYOUTS:
+            layouts.clear()
+        if not problem:
+            layouts[layout] = chosen
     slots = saved_slots(node)
     moved = []
     try:
@@ -89,23 +102,28 @@ def send_out(
 
 def _chosen(
     what: Outgoing,
-    saved: dict[Hashable, list[int]],
-    found: Sequence[Tensor],
+    found: Sequence[Tensor | None],
     stays: set[Hashable],
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
 ) -> tuple[list[int], str]:
     """Places of the saved tensors to send, in the order of saving; and what could not be told."""
+    saved: dict[Hashable, list[int]] = {}
+    nbytes: dict[Hashable, int] = {}
+    for position, tensor in enumerate(found):
+        if tensor is not None:
+            key = storage_ref(tensor)
+            saved.setdefault(key, []).append(position)
+            nbytes[key] = tensor.untyped_storage().nbytes()
     stays = stays | {storage_ref(tensor) for tensor in outputs}
     given = {storage_ref(tensor) for tensor in inputs}
     made = [key for key in saved if key not in stays and key not in given]
-    made.sort(key=lambda key: -found[saved[key][0]].untyped_storage().nbytes())
+    made.sort(key=lambda key: -nbytes[key])
     keys = [made[rank] for rank in what.ranks if rank < len(made)]
     whole = [inputs[i] for i in what.inputs if i < len(inputs) and _fills_storage(inputs[i])]
     keys += [key for tensor in whole if (key := storage_ref(tensor)) in saved and key not in stays]
-    sizes = {key: found[saved[key][0]].untyped_storage().nbytes() for key in keys}
-    places = sorted(position for key in sizes for position in saved[key])
-    total = sum(sizes.values())
+    places = sorted(position for key in set(keys) for position in saved[key])
+    total = sum(nbytes[key] for key in set(keys))
     if what.nbytes and total != what.nbytes:
         return places, f"{total} bytes of its saved tensors go to the host, and not {what.nbytes} as planned"
     return places, ""

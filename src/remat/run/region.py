@@ -33,7 +33,7 @@ from remat.run.compiled import CompiledBlock
 from remat.run.holders import Counts, Frame, Kept
 from remat.run.moved import Moved, unmove
 from remat.run.offload import Engine
-from remat.run.outgoing import Outgoing, send_out
+from remat.run.outgoing import Layouts, Outgoing, send_out
 from remat.run.program import Program
 from remat.run.replay import replaying
 from remat.run.same import same_bits
@@ -111,6 +111,7 @@ class PlannedRegion:
     counts: Counts = field(default_factory=Counts)
     known: dict[Any, Variant] = field(default_factory=dict)  # by the signature itself
     owners: dict[int, Owners] = field(default_factory=dict)
+    layouts: Layouts = field(default_factory=dict)  # of compiled graphs, some of whose tensors are sent
     owner: str = "remat.apply"
     on_fallback: Callable[[str, str, bool], None] | None = None  # told name, why, whether a recipe failed
     engine: Engine | None = None  # moves what goes to the host; without it that stays on the device
@@ -229,7 +230,9 @@ class PlannedRegion:
     ) -> None:
         assert what is not None
         assert self.engine is not None
-        problem = send_out(what, node, module, inputs, outputs, self.engine, self.place, self.name)
+        problem = send_out(
+            what, node, module, inputs, outputs, self.engine, self.place, self.name, self.layouts
+        )
         if problem:
             self._fall_back(problem)
 

@@ -5,11 +5,12 @@
 Per workload, in one process: the plain step; remat at eight shares of its activation peak, eager and
 compiled, planned from one profile each and confirmed by a run; torch's checkpoint on all blocks, every second
 one, and reentrant; selective checkpointing; the chunked loss; the ways to offload; torch.compile of each
-block and of the whole model with its own budgets. Then remat once more right at the peak of each peer that it
-has not beaten. Then the race: every method in every round, in shuffled order, the plain step several times.
-Time is the median of CUDA events over that of the round's plain steps; with --rest the device has been idle
-for so many seconds before each method. The peak is the allocator's active bytes above what is resident
-(parameters and gradients are).
+block and of the whole model with its own budgets. One of remat's plans also runs with its recipes replayed
+operation by operation ("unfused"), to show what fused replay gains. Then remat once more right at the peak of
+each peer that it has not beaten. Then the race: every method in every round, in shuffled order, the plain
+step several times. Time is the median of CUDA events over that of the round's plain steps; with --rest the
+device has been idle for so many seconds before each method. The peak is the allocator's active bytes above
+what is resident (parameters and gradients are).
 
 The file is written after every method; what fails is recorded with its error; --limit prepares nothing more
 once that and the rounds to come would take longer. Times of different runs are never compared: a workload's
@@ -47,24 +48,33 @@ from workloads import CUDA, LLAMA_1B, WORKLOADS, Job, Workload, llama
 
 import remat
 from remat.planner.link import host_bytes
-from remat.records import Action, Plan, Profile
+from remat.records import Action, Entry, Plan, Profile
 
 FORMAT = 1
 SHARES = (0.9, 0.7, 0.5, 0.35, 0.25, 0.15, 0.10, 0.06)
 EVERYTHING = (Action.KEEP, Action.RECOMPUTE, Action.OFFLOAD, Action.CHUNK)
 EXACT = EVERYTHING[:3]  # to the bit
 IN_ONE_GRAPH = (Action.KEEP, Action.RECOMPUTE, Action.CHUNK)
-OURS = {"remat": EVERYTHING, "exact": EXACT, "compiled": EVERYTHING, "one-graph": IN_ONE_GRAPH}
+OURS = {
+    "remat": EVERYTHING,
+    "exact": EXACT,
+    "unfused": EVERYTHING,
+    "compiled": EVERYTHING,
+    "one-graph": IN_ONE_GRAPH,
+}
 PREFIX = {
     "remat": "remat",
     "exact": "remat exact",
+    "unfused": "remat unfused",
     "compiled": "remat compiled",
     "one-graph": "remat in one graph",
 }
-OF_PROFILE = {"exact": "remat", "one-graph": "compiled"}  # whose profile serves, if there is one
+# Whose profile serves, if there is one.
+OF_PROFILE = {"exact": "remat", "unfused": "remat", "one-graph": "compiled"}
 OURS_COMPILED = ("compiled", "one-graph")
 # In this order: what is cheap and what matters most first, for a run that is cut short.
-GROUPS = ("plain", "remat", "exact", *EAGER, "compiled", *COMPILED, "one-graph", "offload-all")
+GROUPS = ("plain", "remat", "exact", "unfused", *EAGER, "compiled", *COMPILED, "one-graph", "offload-all")
+UNFUSED_SHARE = 0.25  # at which a plan runs without fused replay, too
 TRIES = 3  # plans for one share, each by what the last one's peak was off
 PIECES = 0.002 if CUDA else 0.0  # relative: the allocator's pieces, which no plan is made anew for
 NEAR = 0.03  # a row of ours so little below a peer's peak stands for it
@@ -327,6 +337,9 @@ class Race:
         if made is None:
             return
         self.planners[group] = made
+        if group == "unfused":
+            made.add_unfused(UNFUSED_SHARE)
+            return
         if group == "one-graph":
             return  # a long compilation each: only where a peer is not beaten without
         how = "compiled" if group == "compiled" else "eager"
@@ -501,6 +514,24 @@ class Planner:
         self.seen[self.key(plan)] = label
         self.race.prepare(self.method(label, plan, None))
 
+    def add_unfused(self, share: float) -> None:
+        """The plan for this share once more, every operation of its recipes a kernel of its own: the
+        difference to the row of that plan is what fused replay gains."""
+        label = f"{self.prefix} {share:g}"
+        base = self.race.base
+        if base is None:
+            return
+        try:
+            fused = self.plan(self.resident + int(share * base.peak_bytes))
+        except remat.BudgetError as error:
+            self.race.absent(self.method(label, None, share), one_line(error))
+            return
+        plan = one_by_one(fused)
+        if plan == fused:
+            self.race.absent(self.method(label, None, share), "not run: nothing is fused on this device")
+            return
+        self.race.prepare(self.method(label, plan, share))
+
     @staticmethod
     def key(plan: Plan) -> tuple[Any, ...]:
         return plan.choices, plan.profile.chunked, len(plan.profile.kinds)
@@ -534,6 +565,16 @@ class Planner:
                     facts["late_fetches"] = handle.engine.counts.late_fetches
 
         return Method(label, self.group, applied, compiled, ours=True, facts=facts)
+
+
+def one_by_one(plan: Plan) -> Plan:
+    """The same plan without fused replay."""
+
+    def unfused(entry: Entry) -> Entry:
+        return replace(entry, recipe=entry.recipe and replace(entry.recipe, fused=False))
+
+    kinds = tuple(replace(kind, menu=tuple(map(unfused, kind.menu))) for kind in plan.profile.kinds)
+    return replace(plan, profile=replace(plan.profile, kinds=kinds))
 
 
 def difference(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> str:

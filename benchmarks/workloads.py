@@ -63,7 +63,7 @@ class Job:
 # Which groups of methods a workload runs by default, in the order of main(): see frontier.py.
 EAGER = ("plain", "remat", "checkpoint", "selective", "chunked-loss", "offload")
 REGIONAL = (*EAGER, "compiled", "regional")
-ALL = (*REGIONAL, "offload-all", "whole", "one-graph")
+ALL = (*REGIONAL, "unfused", "offload-all", "whole", "one-graph")
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,8 @@ WORKLOADS: dict[str, Workload] = {
     ),
     "launch-bound": Workload(
         "Llama-shaped, 12 layers of 768, batch 4 x 256",
-        partial(llama, 12, 768, 2048, 12, 32000, 4, 256), _SMALL_LLAMA, (*REGIONAL, "whole", "one-graph"),
+        partial(llama, 12, 768, 2048, 12, 32000, 4, 256), _SMALL_LLAMA,
+        (*REGIONAL, "unfused", "whole", "one-graph"),
     ),
     "gpt2-774m": Workload(
         "GPT-2 with dropout, 36 layers of 1280, batch 8 x 1024",

@@ -244,10 +244,14 @@ def test_where_the_device_waits_the_report_names_it() -> None:
     recipe = next(entry.recipe for entry in kind.menu if entry.mode is Mode.COMPILED)
     assert kind.graph is not None
     assert recipe is not None
-    for host_seconds, device, said in ((0.9, "cuda", True), (0.5, "cuda", False), (0.9, "cpu", False)):
+    for eager, host_seconds, device, said in (
+        (0.9, 0.9, "cuda", True), (0.5, 0.9, "cuda", False),
+        (0.9, 0.5, "cuda", False), (0.9, 0.9, "cpu", False),
+    ):  # fmt: skip
+        keep = Bench(0, 0, 0, seconds=1.0, host_seconds=eager)
         alone = Bench(0, 0, 0, seconds=1.0, host_seconds=host_seconds)
         measured = _Measured(recipe, alone, 2.0, GradientGap(True, True), [], 0)
-        note = _note(kind.graph, [measured], [], torch.device(device))
+        note = _note(kind.graph, [measured], keep, [], torch.device(device))
         assert ('compile="whole" may be faster' in note) == said
 
 

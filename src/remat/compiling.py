@@ -335,7 +335,7 @@ def _kind(
         forward_seconds=forward,
         backward_seconds=fastest - forward,
         graph=graph,
-        note=_note(graph, found, problems, device),
+        note=_note(graph, found, plain.keep, problems, device),
         compiler=backend,
     )
 
@@ -449,13 +449,19 @@ def _bench_moving(
 
 
 def _note(
-    graph: RegionGraph, found: Sequence[_Measured], problems: Sequence[str], device: torch.device
+    graph: RegionGraph,
+    found: Sequence[_Measured],
+    keep: Bench,
+    problems: Sequence[str],
+    device: torch.device,
 ) -> str:
+    """Where the device waits for the host even in the block as it is (`keep`), so does every way to run it
+    block by block. Where it waits only in compiled blocks, one graph gains little, and may lose more."""
     times = ", ".join(f"{one.compile_seconds:.1f}" for one in found)
     gaps = "to the bit" if all(one.gap.exact for one in found) else f"within {_worst(found):.1g}"
     note = f"compiled with {len(found)} saved sets in {times} s; gradients equal {gaps}"
     refused = [f"one more was refused: {problem}" for problem in problems]
-    waits = device.type == "cuda" and found[0].bench.launch_bound
+    waits = device.type == "cuda" and keep.launch_bound and found[0].bench.launch_bound
     hint = ['the device waits for the host, so compile="whole" may be faster'] if waits else []
     return "; ".join([note, *_weights(graph, found), *refused, *hint])
 

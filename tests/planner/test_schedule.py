@@ -112,6 +112,24 @@ def test_max_seconds() -> None:
         schedule(p, tight, max_seconds=1)
 
 
+def test_max_seconds_below_the_untouched_step_where_blocks_may_be_compiled() -> None:
+    """There keeping is slow: a budget does help, until the fastest plan of all is too slow."""
+    block = kind(
+        entry(Mode.KEEP, 100, 0.5, backward=20),
+        entry(Mode.RECIPE, 60, 0.0, backward=60),
+        entry(Mode.RECIPE, 10, 0.2, backward=60),
+        entry(Mode.FULL, 0, 1.0, backward=120, inputs=(0,)),
+    )
+    p = stack([block], [0] * 8)
+    assert simulate(p, keep_everything(p)).seconds == 14.0
+    tight = least_budget(p)
+    with pytest.raises(BudgetError, match="more than max_seconds=11; raise the budget to") as caught:
+        schedule(p, tight, max_seconds=11)
+    assert schedule(p, caught.value.needed, max_seconds=11).predicted_seconds <= 11
+    with pytest.raises(BudgetError, match=r"takes 10\.00 s; no budget helps, raise max_seconds"):
+        schedule(p, tight, max_seconds=9.9)
+
+
 def test_a_disagreement_with_the_simulator_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     p = layers(4)
     module = sys.modules[schedule_function.__module__]

@@ -20,6 +20,7 @@ from remat.units import format_bytes, format_seconds
 
 __all__ = ["keep_everything", "make_plan", "refusal", "schedule", "with_chunks"]
 
+_ANYTHING = 1 << 62  # bytes: a budget that is none
 _PROVEN_SHARE = 1e-3  # of a step: a plan this close to the bound needs no note
 
 
@@ -43,7 +44,7 @@ def schedule(
     if polish and Action.OFFLOAD in allowed and _may_send(plan.profile):
         plan = _sharing_link(plan)
     if max_seconds is not None and plan.predicted_seconds > max_seconds:
-        raise _too_slow(plan, max_seconds)
+        raise _too_slow(profile, plan, max_seconds)
     return plan
 
 
@@ -289,19 +290,20 @@ def refusal(budget_bytes: int, needed: int, hints: tuple[str, ...], where: str) 
     )
 
 
-def _too_slow(plan: Plan, max_seconds: float) -> BudgetError:
+def _too_slow(profile: Profile, plan: Plan, max_seconds: float) -> BudgetError:
     """There is a plan, but a slow one: find the budget, to a thousandth, at which one is quick enough; where
     regions share the link, less may do."""
-    if plan.plain_seconds > max_seconds:
+    fastest = _best_head(profile, _ANYTHING, plan.allow, polish=True)
+    if fastest.predicted_seconds > max_seconds:
         return BudgetError(
-            f"max_seconds={max_seconds:g}, but the untouched step already takes "
-            f"{format_seconds(plan.plain_seconds)}; no budget helps, raise max_seconds",
-            needed=plan.plain_peak_bytes,
+            f"max_seconds={max_seconds:g}, but with memory without end the step takes "
+            f"{format_seconds(fastest.predicted_seconds)}; no budget helps, raise max_seconds",
+            needed=fastest.predicted_peak_bytes,
         )
-    low, high = plan.budget_bytes, plan.plain_peak_bytes
+    low, high = plan.budget_bytes, fastest.predicted_peak_bytes
     while high - low > max(plan.plain_peak_bytes // 1000, 1):
         middle = (low + high) // 2
-        if _fastest(plan.profile, middle, plan.allow, polish=True).predicted_seconds <= max_seconds:
+        if _best_head(profile, middle, plan.allow, polish=True).predicted_seconds <= max_seconds:
             high = middle
         else:
             low = middle

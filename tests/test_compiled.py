@@ -39,7 +39,6 @@ from remat.check.step import tensors_of
 from remat.compiling import chosen_sets, internal_bytes, set_seconds
 from remat.errors import InputError, PlanError
 from remat.planner.schedule import make_plan
-from remat.profiling import _as_in_steps
 from remat.records import Mode, Plan, Role
 from remat.run import compiled
 from remat.run.compiled import decompiled, is_compiled, probe, saved_bytes
@@ -47,6 +46,7 @@ from remat.run.wrap import wrapped
 from remat.trace.discover import find_blocks
 from remat.trace.fusion import compiled_share
 from remat.trace.joint import price_joint
+from remat.wholestep import as_in_steps
 
 CPU = torch.device("cpu")
 # The compiler looks at .grad of its inputs, which are not leaves, and of what it was given by torch itself.
@@ -977,12 +977,12 @@ def test_eager_entries_cost_what_whole_steps_say() -> None:
     case = stack(layers=4)
     found = profile(case, case.model)
     more = {Mode.FULL: 0.1, Mode.KEEP: 0.2}
-    shifted = _as_in_steps(found.kinds, more)
+    shifted = as_in_steps(found.kinds, more)
     seconds = found.kinds[0].forward_seconds + found.kinds[0].backward_seconds
     for before, after in zip(found.kinds[0].menu, shifted[0].menu, strict=True):
         longer = more.get(before.mode, 0.0) * seconds
         assert after.extra_seconds == pytest.approx(before.extra_seconds + longer, rel=1e-9)
-    least = _as_in_steps(found.kinds, dict.fromkeys(more, -1e9))
+    least = as_in_steps(found.kinds, dict.fromkeys(more, -1e9))
     assert min(entry.extra_seconds for entry in least[0].menu) == 0
 
 

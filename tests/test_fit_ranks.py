@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import remat
 from models import InARow
-from remat import fitting, profiling
+from remat import fitting, profiling, wholestep
 from remat.records import Mode
 from remat.run import offload
 from remat.run.ranks import Ranks
@@ -128,8 +128,8 @@ def not_compiled_on_one_rank(patch: pytest.MonkeyPatch) -> None:
 
 def slower_on_one_rank(patch: pytest.MonkeyPatch) -> None:
     """The step communicates, as under FSDP2: all ranks have to run it as often."""
-    real = profiling._frugal_step
-    patch.setattr(profiling, "_frugal_step", lambda *args: real(*args) + dist.get_rank())
+    real = wholestep._frugal_step
+    patch.setattr(wholestep, "_frugal_step", lambda *args: real(*args) + dist.get_rank())
     model, steps = net(), []
 
     def step(x: torch.Tensor) -> torch.Tensor:

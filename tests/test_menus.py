@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from planner.build import GraphBuilder
-from remat import profiling
+from remat import wholestep
 from remat.check.bench import Bench
 from remat.menus import _full_extra, _recipe_extra, _Replays
 from remat.planner.pacing import pace_of
@@ -76,9 +76,9 @@ def test_a_step_takes_no_less_than_its_regions_take_the_accelerator(monkeypatch,
     kinds = [Kind("", (full,), 0, 3e-3, device_seconds=device_seconds)]
     found = SimpleNamespace(sightings=[SimpleNamespace(species=0)] * 10)
     ran = tuple(Segment(Phase.BACKWARD, call, 0, 0, 0) for call in range(10))
-    monkeypatch.setattr(profiling, "_whole_step", lambda *args: profiling._WholeStep(ran, 0, 0.2))
+    monkeypatch.setattr(wholestep, "_whole_step", lambda *args: wholestep.WholeStep(ran, 0, 0.2))
     request = SimpleNamespace(compiler="")
-    _, fastest, longer = profiling._fastest_step(request, [], found, kinds, torch.device("cpu"))
+    _, fastest, longer = wholestep.fastest_step(request, [], found, kinds, torch.device("cpu"))
     assert fastest == pytest.approx(plain)
     assert not longer
 
@@ -119,22 +119,22 @@ def compiled_step(monkeypatch, free_bytes, fails=False, compiled=BLOCKS):
     steps = []
 
     def step(model, blocks, run, ways):
-        kept = [int(name) for (name, _), way in ways.items() if way is profiling._as_it_is]
+        kept = [int(name) for (name, _), way in ways.items() if way is wholestep._as_it_is]
         steps.append(kept)
         if kept and fails:
             raise torch.OutOfMemoryError("no room")
         return 0.15 + KEPT * sum(1 + order[call] for call in kept) - 1e-3 * len(steps)  # gets faster
 
-    monkeypatch.setattr(profiling, "_whole_step", lambda *args: profiling._WholeStep(ran, 0, 0.22))
-    monkeypatch.setattr(profiling, "_frugal_step", step)
-    monkeypatch.setattr(profiling, "_free_bytes", lambda device: free_bytes)
-    monkeypatch.setattr(profiling, "clear_gradients", lambda model: None)
+    monkeypatch.setattr(wholestep, "_whole_step", lambda *args: wholestep.WholeStep(ran, 0, 0.22))
+    monkeypatch.setattr(wholestep, "_frugal_step", step)
+    monkeypatch.setattr(wholestep, "_free_bytes", lambda device: free_bytes)
+    monkeypatch.setattr(wholestep, "clear_gradients", lambda model: None)
     request = SimpleNamespace(compiler="inductor", model=None, run=None)
-    return profiling._fastest_step(request, [], found, kinds, torch.device("cuda")), steps
+    return wholestep.fastest_step(request, [], found, kinds, torch.device("cuda")), steps
 
 
 # Kept: a small and a large block, 300 bytes; the other six hold 5 small sets and one large one, 70.
-NEEDED = (400 + 300 + 70) / profiling._ROOM
+NEEDED = (400 + 300 + 70) / wholestep._ROOM
 
 
 def test_steps_say_what_eager_blocks_take_longer_than_compiled_ones(monkeypatch):
@@ -155,7 +155,7 @@ def test_steps_say_what_eager_blocks_take_longer_than_compiled_ones(monkeypatch)
 )
 def test_of_each_kind_of_block_at_least_one_is_kept(monkeypatch, compiled, kept):
     (_, _, longer), steps = compiled_step(monkeypatch, free_bytes=NEEDED + 1, compiled=compiled)
-    assert [sorted(step) for step in steps if step] == [kept] * (1 + profiling._PAIRS)
+    assert [sorted(step) for step in steps if step] == [kept] * (1 + wholestep._PAIRS)
     assert longer[Mode.KEEP] == pytest.approx((KEPT + 1e-3 - 2e-3) / 5e-3)
 
 
@@ -164,8 +164,8 @@ def test_where_one_of_each_kind_has_no_room_every_fourth_is_kept(monkeypatch):
     blocks = (1, 0, 0, 0, 0, 0)
     for_each, for_fourth = 400 + 300 + 4 * 10, 400 + 100 + 20 + 4 * 10
     for free, kept in ((for_each, [0, 4]), (for_each - 1, [3]), (for_fourth, [3]), (for_fourth - 1, [])):
-        _, steps = compiled_step(monkeypatch, free_bytes=free / profiling._ROOM + 0.1, compiled=blocks)
-        assert [sorted(step) for step in steps if step] == [kept] * (1 + profiling._PAIRS) * bool(kept)
+        _, steps = compiled_step(monkeypatch, free_bytes=free / wholestep._ROOM + 0.1, compiled=blocks)
+        assert [sorted(step) for step in steps if step] == [kept] * (1 + wholestep._PAIRS) * bool(kept)
 
 
 def test_a_process_has_no_more_free_bytes_than_it_may_take(monkeypatch):
@@ -175,7 +175,7 @@ def test_a_process_has_no_more_free_bytes_than_it_may_take(monkeypatch):
     fraction = "get_per_process_memory_fraction"
     for share, free in ((1.0, 800), (0.5, 400), (0.2, 200)):
         monkeypatch.setattr(torch.cuda, fraction, lambda device, share=share: share, raising=False)
-        assert profiling._free_bytes(torch.device("cuda")) == free
+        assert wholestep._free_bytes(torch.device("cuda")) == free
 
 
 @pytest.mark.parametrize("trouble", [{"free_bytes": NEEDED - 1}, {"free_bytes": NEEDED + 1, "fails": True}])

@@ -19,7 +19,7 @@ import torch
 
 import remat
 from reference import assert_same, step
-from remat import profiling
+from remat import wholestep
 from remat.errors import OffloadError
 from remat.hosting import link_amounts
 from remat.planner.link import host_bytes, window_bytes
@@ -370,7 +370,7 @@ def test_the_gain_of_chunks_is_told_from_a_clock_that_slows_down(monkeypatch):
             return 2.0
         return (1.0 + 0.02 * next(taken)) * (0.99 if chunked[-1] else 1.0)
 
-    monkeypatch.setattr(profiling, "_frugal_step", step)
+    monkeypatch.setattr(wholestep, "_frugal_step", step)
     request = SimpleNamespace(model=model, run=None)
-    assert profiling._gained(request, [], "lm_head", {}, pairs=2) == pytest.approx(0.01, rel=0.1)
+    assert wholestep._gained(request, [], "lm_head", {}, pairs=2) == pytest.approx(0.01, rel=0.1)
     assert chunked == [True, True, False, False, True]

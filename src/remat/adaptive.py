@@ -37,8 +37,8 @@ from remat.planner.schedule import refusal, schedule
 from remat.planner.simulate import Point, simulate
 from remat.planner.sizes import MisfitError, with_rows, without_recipes
 from remat.planner.ties import disagreement
-from remat.profiling import device_of
 from remat.records import Action, Kind, Mode, Phase, Plan, Profile, Recipe
+from remat.request import device_of
 from remat.run.journal import Event
 from remat.run.monitor import Monitor, fragmentation_advice, read_device
 from remat.run.offload import Engine

@@ -27,8 +27,9 @@ from remat.handle import Handle, apply, at_work, chunked_head
 from remat.planner.schedule import keep_everything, refusal, schedule
 from remat.planner.simulate import simulate
 from remat.planner.ties import tied_calls
-from remat.profiling import Request, build_profile, device_of
+from remat.profiling import build_profile
 from remat.records import Action, Mode, Plan, Profile
+from remat.request import Request, device_of
 from remat.run.compiled import BACKENDS, DEFAULT_BACKEND, PUBLIC, WHOLE, is_compiled
 from remat.run.functions import functions
 from remat.run.journal import Event

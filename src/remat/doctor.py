@@ -23,8 +23,8 @@ from remat.check.untouched import backward, untouched
 from remat.check.verify import Verification, compare
 from remat.errors import BudgetError
 from remat.jobs import Made
-from remat.profiling import device_of
 from remat.records import Mode, Plan, Profile
+from remat.request import device_of
 from remat.run.wrap import wrapped
 from remat.trace.discover import find_blocks
 from remat.units import format_bytes

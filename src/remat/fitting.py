@@ -21,8 +21,8 @@ from remat.errors import BudgetError, RematError, VerificationError
 from remat.handle import Handle, apply, chunked_head
 from remat.planner.schedule import keep_everything, refusal, schedule, with_chunks
 from remat.planner.simulate import simulate
-from remat.profiling import Request, device_of
 from remat.records import Action, Mode, Phase, Plan, Profile, Segment
+from remat.request import Request, device_of
 from remat.run.chunk_loss import no_row_ignored
 from remat.trace.joint import is_random
 from remat.units import format_bytes

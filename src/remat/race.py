@@ -15,7 +15,7 @@ from remat.check.peak import release_cached
 from remat.check.step import run_step
 from remat.errors import BudgetError
 from remat.jobs import Made
-from remat.profiling import device_of
+from remat.request import device_of
 from remat.units import format_bytes
 
 __all__ = ["Lap", "race"]

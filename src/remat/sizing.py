@@ -17,8 +17,9 @@ from remat.check.live import storages_of
 from remat.check.untouched import remember_random_state, untouched
 from remat.errors import InputError
 from remat.planner.sizes import Family, MisfitError, chord, family
-from remat.profiling import Request, build_profile
+from remat.profiling import build_profile
 from remat.records import Plan, Profile
+from remat.request import Request
 from remat.run.quiet import quiet
 from remat.trace.sizes import Chart, Shapes, shapes_of, text
 from remat.trees import tensors

@@ -524,7 +524,8 @@ class Planner:
         try:
             fused = self.plan(self.resident + int(share * base.peak_bytes))
         except remat.BudgetError as error:
-            self.race.absent(self.method(label, None, share), one_line(error))
+            least = (error.needed - self.resident) / base.peak_bytes
+            self.race.absent(self.method(label, None, share), f"out of reach: {least:.3f} is the least")
             return
         plan = one_by_one(fused)
         if plan == fused:
@@ -691,7 +692,10 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--gradients", action="store_true", default=not CUDA, help="compare each method's gradients"
     )
-    parser.add_argument("--backend", default="inductor", help="of torch.compile, remat's and the peers'")
+    parser.add_argument(
+        "--backend", default="inductor" if CUDA else "aot_eager",
+        help="of torch.compile, remat's and the peers'; what inductor's code allocates is not seen on a host",
+    )  # fmt: skip
     parser.add_argument("--profiles", help="a folder for remat's profiles, to plan again without the device")
     parser.add_argument("--longest", action="store_true", help="instead: the longest context that trains")
     parser.add_argument("--cap", help="with --longest: the memory of a smaller card, as 16GiB")

@@ -416,6 +416,7 @@ class Planner:
         self.least_share = 0.0  # below it no plan was found
         self.excess = 0  # what measured peaks are above their predictions
         self.seen: dict[tuple[Any, ...], str] = {}
+        self.plans: dict[str, Plan] = {}  # as they ran, by label
 
     @staticmethod
     def of(race: Race, group: str) -> Planner | None:
@@ -497,6 +498,7 @@ class Planner:
             if reading is None:
                 return
             self.seen[self.key(plan)] = label
+            self.plans[label] = plan
             self.excess = reading.peak_bytes - (plan.predicted_peak_bytes - self.resident)
             within = reading.peak_bytes <= limit_bytes * (1 + PIECES)
             race.lanes[label].facts["within"] = within
@@ -515,23 +517,20 @@ class Planner:
         self.race.prepare(self.method(label, plan, None))
 
     def add_unfused(self, share: float) -> None:
-        """The plan for this share once more, every operation of its recipes a kernel of its own: the
-        difference to the row of that plan is what fused replay gains."""
-        label = f"{self.prefix} {share:g}"
-        base = self.race.base
-        if base is None:
+        """The plan of the row for this share once more, every operation of its recipes a kernel of its own:
+        the difference is what fused replay gains."""
+        label, row = f"{self.prefix} {share:g}", f"{PREFIX['remat']} {share:g}"
+        there = self.race.planners.get("remat")
+        fused = None if there is None else there.plans.get(row)
+        chosen = [] if fused is None else [fused.entry(call).recipe for call in range(len(fused.choices))]
+        if fused is None:
+            why = f"not run: there is no row {row}"
+        elif not any(recipe.fused for recipe in chosen if recipe is not None):
+            why = "not run: nothing is fused in that plan"
+        else:
+            self.race.prepare(self.method(label, one_by_one(fused), share))
             return
-        try:
-            fused = self.plan(self.resident + int(share * base.peak_bytes))
-        except remat.BudgetError as error:
-            least = (error.needed - self.resident) / base.peak_bytes
-            self.race.absent(self.method(label, None, share), f"out of reach: {least:.3f} is the least")
-            return
-        plan = one_by_one(fused)
-        if plan == fused:
-            self.race.absent(self.method(label, None, share), "not run: nothing is fused on this device")
-            return
-        self.race.prepare(self.method(label, plan, share))
+        self.race.absent(self.method(label, None, share), why)
 
     @staticmethod
     def key(plan: Plan) -> tuple[Any, ...]:

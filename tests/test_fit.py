@@ -368,7 +368,7 @@ def test_the_report_tells_what_was_decided(tmp_path: Any) -> None:
         assert word in text
     data = handle.report().as_dict()
     assert data["budget_bytes"] == handle.plan.budget_bytes
-    assert len(data["regions"]) == 7  # six layers and the norm after them
+    assert len(data["regions"]) == 6
     assert handle.report().save(tmp_path / "fit.json").exists()
     with pytest.raises(remat.InputError, match="json"):
         handle.report().save(tmp_path / "fit.pdf")

@@ -397,33 +397,35 @@ def test_fallbacks_of_any_round_are_remembered(bench, monkeypatch):
 
 
 def test_what_fused_replay_gains_is_shown_by_the_same_plan_without(bench, monkeypatch):
-    """The same entries, none of them fused: so it runs, and its gradients are those of the plain step. Where
+    """The plan of the row, none of it fused: so it runs, and its gradients are those of the plain step. Where
     nothing is fused, as on the host, there is nothing to show."""
     frontier = bench["frontier"]
     options = frontier.parsed([])
     workload = bench["workloads"].WORKLOADS["llama-1.3b"]
+    workload = frontier.replace(workload, shares=(0.8,))
     race = frontier.Race("llama-1.3b", workload, options, lambda result: None)
-    race.prepare_group("plain")
     monkeypatch.setattr(frontier, "UNFUSED_SHARE", 0.8)
-    monkeypatch.setitem(frontier.OURS, "unfused", frontier.EXACT)  # in chunks sums have another order
+    monkeypatch.setitem(frontier.OURS, "remat", frontier.EXACT)  # in chunks sums have another order
+    race.prepare_group("plain")
+    race.prepare_group("unfused")
+    assert "there is no row remat 0.8" in race.lanes["remat unfused 0.8"].why
+    race.prepare_group("remat")
     race.prepare_group("unfused")
     assert "nothing is fused" in race.lanes["remat unfused 0.8"].why
-
-    planner = race.planners["unfused"]
-    found = planner.profile
 
     def fused(entry: Any) -> Any:
         return frontier.replace(entry, recipe=entry.recipe and frontier.replace(entry.recipe, fused=True))
 
-    kinds = tuple(frontier.replace(kind, menu=tuple(map(fused, kind.menu))) for kind in found.kinds)
-    planner.profile = frontier.replace(found, kinds=kinds)
-    planned = planner.plan(planner.resident + int(0.8 * race.base.peak_bytes))
-    plan = frontier.one_by_one(planned)
-    assert plan.choices == planned.choices
+    plans = race.planners["remat"].plans
+    found = plans["remat 0.8"]
+    kinds = tuple(frontier.replace(kind, menu=tuple(map(fused, kind.menu))) for kind in found.profile.kinds)
+    plans["remat 0.8"] = frontier.replace(found, profile=frontier.replace(found.profile, kinds=kinds))
+    plan = frontier.one_by_one(plans["remat 0.8"])
+    assert plan.choices == found.choices
     recipes = [entry.recipe for kind in plan.profile.kinds for entry in kind.menu if entry.recipe]
     assert recipes
     assert not any(recipe.fused for recipe in recipes)
-    planner.add_unfused(0.8)
+    race.prepare_group("unfused")
     assert race.row(race.lanes["remat unfused 0.8"]).measured
     assert race.lanes["remat unfused 0.8"].facts["gradients"] == "equal to the bit"
 

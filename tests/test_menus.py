@@ -108,7 +108,7 @@ BLOCKS = (0, 0, 0, 1) * 2
 
 
 def compiled_step(monkeypatch, free_bytes, fails=False, compiled=BLOCKS):
-    """What `_fastest_step` says of a step with three small blocks and a large one, twice over, then one that
+    """What `fastest_step` says of a step with three small blocks and a large one, twice over, then one that
     was not compiled and one that backward does not come to; and the steps that it ran, each as the names of
     the calls that were kept. Recomputed it takes 0.22 s, compiled 0.15, and KEPT more per size kept."""
     eager = Kind("eager", (Entry(Mode.KEEP, 0, 0, 0, 0.0), Entry(Mode.FULL, 0, 0, 0, 0.0)), 0, 1e-3)

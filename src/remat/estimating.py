@@ -66,7 +66,6 @@ from remat.run.region import PlannedRegion, Variant
 from remat.trace.discover import find_blocks
 from remat.trace.fake import AcceleratorKernels, OpSeconds, build, faking, new_mode, without_memory
 from remat.trace.loops import with_loops
-from remat.trace.norms import with_norms
 from remat.trace.price import Rates, estimate
 from remat.trace.survey import Species, survey, timeline
 from remat.trees import map_tensors
@@ -191,7 +190,7 @@ class _Estimate:
         return run_step(self.model, self.batch, self.loss, self.output)
 
     def profile(self, held: OptimizerBytes | None, accumulate: bool) -> Profile:
-        blocks = with_norms(self.model, with_loops(self.model, find_blocks(self.model), self.run))
+        blocks = with_loops(self.model, find_blocks(self.model), self.run)
         kinds: list[Kind] = []
 
         def describe(species: Species, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

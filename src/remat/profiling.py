@@ -38,7 +38,6 @@ from remat.run.fused import can_fuse
 from remat.run.quiet import quiet
 from remat.trace.discover import find_blocks
 from remat.trace.loops import with_loops
-from remat.trace.norms import with_norms
 from remat.trace.survey import Sighting, Species, Survey, survey
 from remat.wholestep import as_in_steps, chunked_step, fastest_step
 
@@ -64,7 +63,7 @@ def build_profile(request: Request, progress: Progress) -> Profile:
     ):
         looped = with_loops(model, blocks, request.run)
         stack.enter_context(decompiled(block.module for block in looped if block not in blocks))
-        blocks = with_norms(model, looped)
+        blocks = looped
         host = _hosting(request, device, stack, notes, progress)
         kernels = threading.Thread(target=_try_kernels, args=(device,), daemon=True)
         kernels.start()

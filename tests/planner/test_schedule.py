@@ -11,7 +11,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
 from remat.errors import BudgetError, InputError, RematError
@@ -128,6 +128,24 @@ def test_max_seconds_below_the_untouched_step_where_blocks_may_be_compiled() -> 
     assert schedule(p, caught.value.needed, max_seconds=11).predicted_seconds <= 11
     with pytest.raises(BudgetError, match=r"takes 10\.00 s; no budget helps, raise max_seconds"):
         schedule(p, tight, max_seconds=9.9)
+
+
+@seed(3)  # among these are some that 1 << 62 bytes confuse
+@settings(deadline=None, max_examples=100, database=None)
+@given(profiles(nested=False), st.floats(0.01, 3))
+def test_with_more_memory_than_any_plan_takes_the_plan_is_the_fastest(p: Profile, slower: float) -> None:
+    """Where keeping is slow, too, and where it is for solvers to say, which a budget without end confuses: by
+    that it is told whether a budget helps."""
+    keeps = [replace(k.menu[0], extra_seconds=k.menu[0].extra_seconds + slower) for k in p.kinds]
+    kinds = [replace(k, menu=(keep, *k.menu[1:])) for k, keep in zip(p.kinds, keeps, strict=True)]
+    p = replace(p, kinds=tuple(kinds))
+    budget = sys.modules[schedule_function.__module__]._more_than_any(p)
+    fast, slow = schedule(p, budget).predicted_seconds, schedule(p, least_budget(p)).predicted_seconds
+    assert fast <= schedule(p, 10**7).predicted_seconds + 1e-9
+    if fast < slow - 1e-6:
+        with pytest.raises(BudgetError, match="raise the budget to") as caught:
+            schedule(p, least_budget(p), max_seconds=(slow + fast) / 2)
+        assert schedule(p, caught.value.needed).predicted_seconds <= (slow + fast) / 2
 
 
 def test_a_disagreement_with_the_simulator_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,6 @@ from remat.units import format_bytes, format_seconds
 
 __all__ = ["keep_everything", "make_plan", "refusal", "schedule", "with_chunks"]
 
-_ANYTHING = 1 << 62  # bytes: a budget that is none
 _PROVEN_SHARE = 1e-3  # of a step: a plan this close to the bound needs no note
 
 
@@ -290,10 +289,20 @@ def refusal(budget_bytes: int, needed: int, hints: tuple[str, ...], where: str) 
     )
 
 
+def _more_than_any(profile: Profile) -> int:
+    """A budget that every plan is within, and no larger than it has to be: solvers compute with it."""
+    plain = simulate(profile, keep_everything(profile)).peak_bytes
+    most = (
+        max(e.resident_bytes + e.forward_peak_bytes + e.backward_peak_bytes for e in kind.menu)
+        for kind in (profile.kinds[call.kind] for call in profile.calls)
+    )
+    return plain + sum(most) + sum(profile.boundary_bytes)
+
+
 def _too_slow(profile: Profile, plan: Plan, max_seconds: float) -> BudgetError:
     """There is a plan, but a slow one: find the budget, to a thousandth, at which one is quick enough; where
     regions share the link, less may do."""
-    fastest = _best_head(profile, _ANYTHING, plan.allow, polish=True)
+    fastest = _best_head(profile, _more_than_any(profile), plan.allow, polish=True)
     if fastest.predicted_seconds > max_seconds:
         return BudgetError(
             f"max_seconds={max_seconds:g}, but with memory without end the step takes "

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from workloads import CUDA, DEVICE, Job, gpt2, llama, resnet152, vit
+from workloads import CUDA, DEVICE, LLAMA_1B, Job, gpt2, llama, resnet152, vit
 
 import remat
 from remat.check.live import Meter
@@ -35,7 +35,7 @@ SHARES = (0.9, 0.75, 0.6, 0.5, 0.4)
 
 MODELS: dict[str, Callable[[], Job]] = (
     {
-        "llama-1.3b": lambda: llama(24, 2048, 5632, 16, 32000, 4, 4096),
+        "llama-1.3b": lambda: llama(*LLAMA_1B, 4, 4096),
         "vit-l16": lambda: vit(24, 1024, 16, 224, 16, 128),
         "resnet-152": lambda: resnet152(128, 224),
         "gpt2-774m": lambda: gpt2(36, 1280, 20, 50257, 8, 1024),
@@ -164,7 +164,7 @@ def capped() -> dict[str, Any]:
     """A device capped below the plain peak: the plain step runs out of memory, fit and training do not."""
     if not CUDA:
         return {}
-    job = llama(24, 2048, 5632, 16, 32000, 4, 4096)
+    job = llama(*LLAMA_1B, 4, 4096)
     model, batch, loss = job.model, job.batch, job.loss
     clean()
     total = torch.cuda.get_device_properties(0).total_memory

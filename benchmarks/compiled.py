@@ -45,7 +45,7 @@ from gauge import bytes_in_use, clean, peak_of, relative_to, seconds_of, spread_
 from peers import compiled_alone, forwards, stock_budget
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from workloads import CUDA, DEVICE, Job, gpt2, llama, vit
+from workloads import CUDA, DEVICE, LLAMA_1B, Job, gpt2, llama, vit
 
 import remat
 from remat.codec import to_json
@@ -67,7 +67,7 @@ GROUPS = ("plain", "remat", "remat-whole", "regional", "checkpoint", "whole")
 
 
 WORKLOADS: dict[str, Callable[[], Job]] = {
-    "llama-1.3b": lambda: llama(24, 2048, 5504, 16, 32000, 4, 4096),
+    "llama-1.3b": lambda: llama(*LLAMA_1B, 4, 4096),
     "launch-bound": lambda: llama(12, 768, 2048, 12, 32000, 4, 256),
     "vit-l16": lambda: vit(24, 1024, 16, 224, 16, 128),
     "gpt2-774m": lambda: gpt2(36, 1280, 20, 50257, 8, 1024),

@@ -449,6 +449,7 @@ class Planner:
         race.profiles[group] = {
             "seconds": time.perf_counter() - begin,
             "kinds": len(profile.kinds),
+            "compiler": [kind.compiler for kind in profile.kinds],
             "menus": [len(kind.menu) for kind in profile.kinds],
             "link": None if profile.link is None else vars(profile.link),
             "notes": list(profile.notes),

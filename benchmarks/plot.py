@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,9 @@ TABLE = RESULTS / "frontier.md"
 WIDTH, HEIGHT = 860, 520
 MARGINS = (70, 60, 132, 60)  # left, right, top, bottom
 HIGHEST = 1.05  # of the axis of peaks
-SLOWEST = 1.6  # times the plain step: slower ones are named, not drawn
+SLOWEST = 1.6  # times the plain step: what is slower is named, not drawn, unless remat is so itself
+NAMED = 3  # where there are more of those, they are counted
+APART = 34.0  # pixels between two figures below our lines
 Option = dict[str, Any]
 
 
@@ -93,17 +96,19 @@ PEERS = {  # series by group of methods
 
 def option_of(panel: Panel, colours: Colours) -> Option:
     """ECharts' option: remat as lines, peers as labelled points."""
-    drawn = [row for row in panel.rows if row.measured and time_of(row) <= SLOWEST]
-    left_out = [row for row in panel.rows if row.measured and time_of(row) > SLOWEST]
-    times = [*(time_of(row) for row in drawn), 1.0]
-    frame = Frame(_floor(min(times) - 0.03), _floor(max(times)) + 0.1)
+    measured = [row for row in panel.rows if row.measured]
+    slowest = max((time_of(row) for row in measured if row.ours), default=0.0)
+    drawn = [row for row in measured if time_of(row) <= max(slowest, SLOWEST) and share_of(row) <= HIGHEST]
+    left_out = [row for row in measured if row not in drawn]
+    frame = Frame.around([*(time_of(row) for row in drawn), 1.0])
     lines = {
         ("remat", colours.eager): _best(row for row in drawn if row.ours and not row.compiled),
         ("remat, compiled", colours.compiled): _best(row for row in drawn if row.ours and row.compiled),
     }
-    series = [_ours(name, colour, rows, colours) for (name, colour), rows in lines.items()]
+    series = [_ours(name, colour, rows, frame, colours) for (name, colour), rows in lines.items()]
     peers = [row for row in drawn if not row.ours and row.group != "plain"]
-    places = frame.places(peers, [row for rows in lines.values() for row in rows])
+    plain_row = Row("plain", "plain", share=1.0, time=1.0)
+    places = frame.places(peers, [plain_row, *(row for rows in lines.values() for row in rows)])
     for (name, groups), colour in zip(PEERS.items(), colours.peers, strict=True):
         rows = [row for row in peers if row.group in groups]
         series.append(_peers(name, colour, rows, places, colours))
@@ -115,9 +120,12 @@ def option_of(panel: Panel, colours: Colours) -> Option:
     small = {"color": colours.quiet, "fontSize": 13}
     axis = {"type": "value", "axisLine": {"show": False}, "axisTick": {"show": False},
             "nameLocation": "middle", "nameTextStyle": small,
-            "splitLine": {"lineStyle": {"color": colours.line}}, "axisLabel": small}  # fmt: skip
+            "splitLine": {"lineStyle": {"color": colours.line}},
+            "axisLabel": {**small, "showMaxLabel": False}}  # fmt: skip
     where = panel.environment
-    note = "".join(f"; {row.label} {time_of(row):.1f}x at {row.share:.2f} is not drawn" for row in left_out)
+    named = ", ".join(f"{row.label} {time_of(row):.1f}x at {row.share:.2f}" for row in left_out)
+    few = named if len(left_out) <= NAMED else f"{len(left_out)} methods beyond the axes"
+    note = f"; not drawn: {few}" if left_out else ""
     base = "" if panel.measured_base else "; the plain step was not measured, and is predicted"
     return {
         "backgroundColor": colours.paper, "animation": False,
@@ -133,7 +141,7 @@ def option_of(panel: Panel, colours: Colours) -> Option:
         "grid": dict(zip(("left", "right", "top", "bottom"), MARGINS, strict=True)),
         "xAxis": {**axis, "min": 0, "max": HIGHEST, "interval": 0.2, "nameGap": 34,
                   "name": "activation peak, plain step = 1"},
-        "yAxis": {**axis, "min": frame.low, "max": frame.high, "nameGap": 46,
+        "yAxis": {**axis, "min": frame.low, "max": frame.high, "interval": frame.tick, "nameGap": 46,
                   "name": "time per step, plain = 1"},
         "series": series,
     }  # fmt: skip
@@ -146,30 +154,59 @@ class Frame:
 
     low: float
     high: float
+    tick: float = 0.1
+
+    @classmethod
+    def around(cls, times: Sequence[float]) -> Frame:
+        """Room for all of these, and for a label below the lowest, between whole ticks."""
+        low, high = min(times) - 0.04, max(times) + 0.02
+        tick = 0.1 if high - low < 0.8 else 0.2
+        return cls(round(math.floor(low / tick) * tick, 1), round(math.ceil(high / tick) * tick, 1), tick)
 
     def at(self, row: Row) -> tuple[float, float]:
         left, right, top, bottom = MARGINS
         x = left + share_of(row) / HIGHEST * (WIDTH - left - right)
         return x, top + (self.high - time_of(row)) / (self.high - self.low) * (HEIGHT - top - bottom)
 
-    def places(self, peers: Sequence[Row], ours: Sequence[Row]) -> dict[str, str]:
-        """A side of its point for each label, where it covers nothing if there is one."""
+    def places(self, peers: Sequence[Row], ours: Sequence[Row]) -> dict[str, Place]:
+        """A side of its point for each label, where it covers nothing if there is one; then no label."""
         taken = [_box(*self.at(row), 12.0, 12.0) for row in (*peers, *ours)]
-        found: dict[str, str] = {}
+        taken += [_box(x, y + 14, 26.0, 12.0) for x, y in map(self.at, ours)]  # the figures of our lines
+        found: dict[str, Place] = {}
         for row in sorted(peers, key=share_of):
             x, y = self.at(row)
             wide = 6.4 * len(_short(row.label))
-            sides = {
-                "right": _box(x + 10 + wide / 2, y, wide, 12.0),
-                "left": _box(x - 10 - wide / 2, y, wide, 12.0),
-                "top": _box(x, y - 14, wide, 12.0),
-                "bottom": _box(x, y + 14, wide, 12.0),
-            }
-            inside = {side: box for side, box in sides.items() if box[0] > MARGINS[0] and box[2] < WIDTH}
-            free = [side for side, box in inside.items() if not any(_overlap(box, other) for other in taken)]
-            found[row.label] = free[0] if free else "right"
-            taken.append(sides[found[row.label]])
+            for place in PLACES:
+                box = _box(x + place.across * (10 + wide / 2), y + place.down, wide, 12.0)
+                if MARGINS[0] < box[0] and box[2] < WIDTH and not any(_overlap(box, one) for one in taken):
+                    found[row.label] = place
+                    taken.append(box)
+                    break
         return found
+
+
+@dataclass(frozen=True)
+class Place:
+    """A label's, beside its point: `across` is the side, -1 left of it; pixels `down` from its height."""
+
+    position: str
+    across: int
+    down: float
+
+    @property
+    def offset(self) -> list[float]:
+        """From where ECharts puts it by itself."""
+        return [0.0, self.down if self.across else 0.0]
+
+
+PLACES = (
+    Place("right", 1, 0.0), Place("left", -1, 0.0), Place("top", 0, -14.0), Place("bottom", 0, 14.0),
+    *(
+        Place(side, across, down)
+        for down in (-13.0, 13.0, -26.0, 26.0)
+        for side, across in (("right", 1), ("left", -1))
+    ),
+)  # fmt: skip
 
 
 Box = tuple[float, float, float, float]
@@ -192,25 +229,29 @@ def _best(rows: Iterable[Row]) -> list[Row]:
     return best
 
 
-def _ours(name: str, colour: str, rows: Sequence[Row], colours: Colours) -> Option:
-    data = [
-        {"value": [row.share, row.time], "name": row.label,
-         "label": _label(f"{row.time:.2f}", "bottom", colours)}
-        for row in rows
-    ]  # fmt: skip
+def _ours(name: str, colour: str, rows: Sequence[Row], frame: Frame, colours: Colours) -> Option:
+    data, last = [], -APART
+    for row in rows:
+        x, _ = frame.at(row)
+        apart = x - last >= APART
+        last = x if apart else last
+        label = _label(f"{row.time:.2f}", "bottom", colours) if apart else {"show": False}
+        data.append({"value": [row.share, row.time], "name": row.label, "label": label})
     return {
         "name": name, "type": "line", "color": colour, "data": data, "symbol": "circle", "symbolSize": 11,
         "lineStyle": {"width": 3.5}, "itemStyle": {"opacity": 1}, "z": 5,
-        "labelLayout": {"hideOverlap": True},
     }  # fmt: skip
 
 
-def _peers(name: str, colour: str, rows: Sequence[Row], places: dict[str, str], colours: Colours) -> Option:
-    data = [
-        {"value": [row.share, row.time], "name": row.label,
-         "label": _label(_short(row.label), places[row.label], colours)}
-        for row in rows
-    ]  # fmt: skip
+def _peers(
+    name: str, colour: str, rows: Sequence[Row], places: dict[str, Place], colours: Colours
+) -> Option:
+    data = []
+    for row in rows:
+        place, label = places.get(row.label), {"show": False}
+        if place is not None:
+            label = {**_label(_short(row.label), place.position, colours), "offset": place.offset}
+        data.append({"value": [row.share, row.time], "name": row.label, "label": label})
     return {"name": name, "type": "scatter", "color": colour, "data": data, "symbolSize": 9}
 
 
@@ -221,10 +262,6 @@ def _short(label: str) -> str:
 
 def _label(text: str, position: str, colours: Colours) -> Option:
     return {"show": True, "formatter": text, "position": position, "color": colours.quiet, "fontSize": 11}
-
-
-def _floor(value: float) -> float:
-    return int(value * 10) / 10
 
 
 def draw(panels: Sequence[Panel], browser: Any) -> list[Path]:

@@ -721,17 +721,48 @@ def test_the_panel_draws_our_frontier_and_names_what_is_too_slow(bench, tmp_path
     (panel,) = bench["plot"].panels_of([recorded(tmp_path)])
     option = bench["plot"].option_of(panel, bench["plot"].SCHEMES["dark"])
     drawn = {each["name"]: [point["value"] for point in each["data"]] for each in option["series"]}
-    assert drawn["remat"] == [[0.49, 1.02]]  # the other one is slower at a higher peak
+    assert drawn["remat"] == [[0.01, 1.7], [0.49, 1.02]]  # the other one is slower at a higher peak
     assert drawn["selective checkpointing"] == [[0.6, 1.2]]
     assert "offload" not in drawn
-    assert "save_on_cpu 6.4x at 0.20 is not drawn" in option["title"]["subtext"]
-    assert "remat 0.01 1.7x at 0.01 is not drawn" in option["title"]["subtext"]
+    assert option["title"]["subtext"].endswith("; not drawn: save_on_cpu 6.4x at 0.20")
 
 
 def test_labels_of_neighbours_do_not_cover_each_other(bench):
     rows = [row(bench, f"a peer of some length {i}", 0.5 + 0.01 * i, 1.2) for i in range(3)]
     places = bench["plot"].Frame(0.9, 1.4).places(rows, [])
     assert len(set(places.values())) == 3
+
+
+def test_a_label_without_room_is_left_out(bench):
+    rows = [row(bench, f"a peer of some length {i}", 0.5, 1.2) for i in range(20)]
+    assert 4 <= len(bench["plot"].Frame(0.9, 1.4).places(rows, [])) < 20
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"), [((0.99, 1.13), (0.9, 1.2, 0.1)), ((0.66, 1.41), (0.6, 1.6, 0.2))]
+)
+def test_the_axis_of_times_ends_on_ticks(bench, times, expected):
+    frame = bench["plot"].Frame.around(times)
+    assert (frame.low, frame.high, frame.tick) == expected
+
+
+def test_many_slow_methods_are_counted_instead_of_named(bench, tmp_path):
+    slow = [{"label": f"slow {i}", "group": "selective", "share": 0.5, "time": 3.0} for i in range(4)]
+    plain = {"label": "plain", "group": "plain", "share": 1.0, "time": 1.0}
+    (panel,) = bench["plot"].panels_of([recorded(tmp_path, rows=[plain, *slow])])
+    option = bench["plot"].option_of(panel, bench["plot"].SCHEMES["light"])
+    assert option["title"]["subtext"].endswith("; not drawn: 4 methods beyond the axes")
+
+
+def test_figures_below_our_lines_do_not_cover_each_other(bench, tmp_path):
+    ours = [
+        {"label": f"remat {share}", "group": "remat", "ours": True, "share": share, "time": 1.2 - share / 9}
+        for share in (0.1, 0.11, 0.3)
+    ]
+    (panel,) = bench["plot"].panels_of([recorded(tmp_path, rows=ours)])
+    option = bench["plot"].option_of(panel, bench["plot"].SCHEMES["light"])
+    labels = [point["label"]["show"] for point in option["series"][0]["data"]]
+    assert labels == [True, False, True]
 
 
 def test_the_documentation_shows_what_is_recorded(bench):

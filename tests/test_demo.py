@@ -2,6 +2,7 @@
 
 import io
 
+import pytest
 from rich.console import Console
 
 from remat.demo import Config, demo
@@ -20,3 +21,12 @@ def test_every_way_trains_the_same_and_the_table_says_so():
         assert row.losses == plain.losses  # dropout included, every step
         assert row.measurement.activation_bytes < plain.measurement.activation_bytes
     assert out.getvalue().count("yes") == len(others)
+
+
+@pytest.mark.parametrize("present", [True, False])
+def test_it_says_what_compiling_is_predicted_to_take_where_there_is_a_compiler(monkeypatch, present):
+    monkeypatch.setattr("remat.compiling.has_compiler", lambda device: present)
+    out = io.StringIO()
+    *_, fitted = demo("cpu", TINY, Console(file=out, width=200))
+    assert fitted.hint.startswith("compile=True is predicted to take") is present
+    assert ("compile=True is predicted to take" in out.getvalue()) is present

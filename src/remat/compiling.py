@@ -512,9 +512,15 @@ def _fused_seconds(graph: RegionGraph) -> float:
 
 
 def compile_hint(
-    calls: Sequence[RegionCall], kinds: Sequence[Kind], step_seconds: float, device: torch.device
+    calls: Sequence[RegionCall],
+    kinds: Sequence[Kind],
+    step_seconds: float,
+    device: torch.device,
+    *,
+    worth: float = _WORTH_A_HINT,
 ) -> tuple[str, ...]:
-    """A sentence where compile=True is predicted to be faster, and a compiler is there to try it with."""
+    """A sentence where compile=True is predicted to save more than this share of the step's seconds, and a
+    compiler is there to try it with."""
     if not has_compiler(device.type):
         return ()
     regions = [_FORWARDS * kinds[call.kind].forward_seconds for call in calls]
@@ -523,7 +529,7 @@ def compile_hint(
     # Estimated prices say how much of a region's time is saved, and not how long it takes.
     whole = max(sum(regions), step_seconds) if device.type == "cuda" else sum(regions)
     compiled = step_seconds * (1 - gain / whole) if whole else step_seconds
-    if compiled > (1 - _WORTH_A_HINT) * step_seconds:
+    if compiled >= (1 - worth) * step_seconds:
         return ()
     return (
         f"compile=True is predicted to take {format_seconds(compiled)} per step, before anything is computed "

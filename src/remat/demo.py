@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import remat
 from remat.check.measure import Measurement
 from remat.check.verify import Verification, verify
+from remat.compiling import compile_hint
 from remat.show.progress import showing
 from remat.units import format_bytes, format_seconds
 
@@ -93,7 +94,7 @@ class Row:
     measurement: Measurement
     losses: tuple[float, ...]
     verification: Verification | None  # None: this is the untouched step itself
-    hint: str = ""  # what the report says of compile=True
+    hint: str = ""  # what compile=True is predicted to take, if less, where there is a compiler
 
     def as_dict(self) -> dict[str, Any]:
         verified = self.verification
@@ -146,12 +147,15 @@ def _train(
     verification = None if name == "plain" else verify(model, batches[0])
     last = batches[-1]
     measurement = remat.measure(lambda: train(last), model=model, optimizer=optimizer, warmup=1, repeats=3)
-    return Row(name, measurement, losses, verification, _hint(prepared))
+    return Row(name, measurement, losses, verification, _hint(prepared, last["tokens"].device))
 
 
-def _hint(prepared: object) -> str:
-    notes = prepared.plan.profile.notes if isinstance(prepared, remat.Handle) else ()
-    return next((note for note in notes if note.startswith("compile=True")), "")
+def _hint(prepared: object, device: torch.device) -> str:
+    """What a report says where that is worth more: here however little it is."""
+    if not isinstance(prepared, remat.Handle):
+        return ""
+    profile = prepared.plan.profile
+    return " ".join(compile_hint(profile.calls, profile.kinds, profile.step_seconds, device, worth=0.0))
 
 
 def _batches(config: Config, device: torch.device) -> list[dict[str, Tensor]]:

@@ -63,6 +63,7 @@ class Job:
 # Which groups of methods a workload runs by default, in the order of main(): see frontier.py.
 EAGER = ("plain", "remat", "checkpoint", "selective", "chunked-loss", "offload")
 REGIONAL = (*EAGER, "compiled", "regional")
+COMPILED_ON_CUDA = REGIONAL if CUDA else EAGER  # many kinds of blocks, or none that a host compiles
 ALL = (*REGIONAL, "unfused", "offload-all", "whole", "one-graph")
 
 
@@ -240,7 +241,7 @@ WORKLOADS: dict[str, Workload] = {
     ),
     "resnet-152": Workload(
         "ResNet-152, batch 256", partial(resnet152, 256, 224),
-        partial(resnet, (2, 2, 2), (32, 64, 128), 4, 32), EAGER, attention=False,
+        partial(resnet, (2, 2, 2), (32, 64, 128), 4, 32), COMPILED_ON_CUDA, attention=False,
     ),
     "llama-7b-lora": Workload(
         "LLaMA-7B, LoRA of rank 16 on every linear layer, batch 2 x 4096",
@@ -255,7 +256,8 @@ WORKLOADS: dict[str, Workload] = {
     ),
     "moe": Workload(
         "Qwen3-MoE, 12 layers of 2048, 64 experts of 768, 8 per token, batch 4 x 2048",
-        partial(moe, 12, 2048, 768, 64, 32000, 4, 2048), partial(moe, 3, 64, 32, 4, 128, 2, 64), EAGER,
+        partial(moe, 12, 2048, 768, 64, 32000, 4, 2048), partial(moe, 3, 64, 32, 4, 128, 2, 64),
+        COMPILED_ON_CUDA,
     ),
     "long-context": Workload(
         "Llama-shaped, 24 layers of 2048, batch 1 x 65536",

@@ -2,7 +2,7 @@
 
     python benchmarks/plot.py                 pictures and table of benchmarks/results/frontier*.json
     python benchmarks/plot.py --table         the table alone, which needs nothing but Python
-    python benchmarks/plot.py out/mine.json   of another file
+    python benchmarks/plot.py out/mine.json   of another file: its table is printed
 
 Pictures are drawn by scripts/pictures.py, in light and dark, to docs/pictures; the table goes to
 benchmarks/results/frontier.md, which docs/benchmarks.md shows. No figure is typed in here.
@@ -100,10 +100,11 @@ def option_of(panel: Panel, colours: Colours) -> Option:
     slowest = max((time_of(row) for row in measured if row.ours), default=0.0)
     drawn = [row for row in measured if time_of(row) <= max(slowest, SLOWEST) and share_of(row) <= HIGHEST]
     left_out = [row for row in measured if row not in drawn]
+    ours = [row for row in drawn if row.ours and row.group != "unfused"]  # a comparison, no way to run
     frame = Frame.around([*(time_of(row) for row in drawn), 1.0])
     lines = {
-        ("remat", colours.eager): _best(row for row in drawn if row.ours and not row.compiled),
-        ("remat, compiled", colours.compiled): _best(row for row in drawn if row.ours and row.compiled),
+        ("remat", colours.eager): _best(row for row in ours if not row.compiled),
+        ("remat, compiled", colours.compiled): _best(row for row in ours if row.compiled),
     }
     series = [_ours(name, colour, rows, frame, colours) for (name, colour), rows in lines.items()]
     peers = [row for row in drawn if not row.ours and row.group != "plain"]
@@ -356,6 +357,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with import_module("pictures").chromium() as browser:
             for path in draw(panels_of(files), browser):
                 print(path)
+    if options.files:
+        print(table_of(files))
+        return
     TABLE.write_text(table_of(files), encoding="utf-8")
     print(TABLE)
 

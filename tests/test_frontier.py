@@ -665,6 +665,7 @@ def recorded(folder: Path, **different: Any) -> Path:
             "facts": {"fallbacks": 4},
         },
         {"label": "selective, attention", "group": "selective", "share": 0.6, "time": 1.2},
+        {"label": "remat unfused 0.25", "group": "unfused", "ours": True, "share": 0.25, "time": 1.1},
         {"label": "save_on_cpu", "group": "offload-all", "share": 0.2, "time": 6.4},
         {"label": "Liger fused loss", "group": "chunked-loss", "why": "liger-kernel is not installed"},
     ]
@@ -763,6 +764,13 @@ def test_figures_below_our_lines_do_not_cover_each_other(bench, tmp_path):
     option = bench["plot"].option_of(panel, bench["plot"].SCHEMES["light"])
     labels = [point["label"]["show"] for point in option["series"][0]["data"]]
     assert labels == [True, False, True]
+
+
+def test_the_table_of_another_file_is_printed_and_not_recorded(bench, tmp_path, capsys):
+    before = bench["plot"].TABLE.read_text()
+    bench["plot"].main(["--table", str(recorded(tmp_path))])
+    assert "| **remat 0.5** | 0.490 | 1.020 |" in capsys.readouterr().out
+    assert bench["plot"].TABLE.read_text() == before
 
 
 def test_the_documentation_shows_what_is_recorded(bench):

@@ -83,6 +83,42 @@ def test_a_step_takes_no_less_than_its_regions_take_the_accelerator(monkeypatch,
     assert not longer
 
 
+@pytest.mark.parametrize(
+    ("free_bytes", "like", "fails", "expected"),
+    [
+        (1401, None, False, 0.12),  # as timed, the fastest of three
+        (1399, None, False, 0.10),  # no room to spare: the frugal step less its second forwards
+        (1401, "a profile at another size", False, 0.10),
+        (1401, None, True, 0.10),
+    ],
+)
+def test_where_there_is_room_the_untouched_step_is_timed(monkeypatch, free_bytes, like, fails, expected):
+    """Ten blocks that keep 50 bytes each in a step that peaks at 200: at most half of what is free."""
+    full, keep = Entry(Mode.FULL, 0, 0, 0, extra_seconds=10e-3), Entry(Mode.KEEP, 50, 0, 0, extra_seconds=0.0)
+    kinds = [Kind("", (keep, full), 50, 3e-3)]
+    found = SimpleNamespace(sightings=[block(f"{i}", 0) for i in range(10)])
+    ran = tuple(Segment(Phase.BACKWARD, call, 0, 200, 0) for call in range(10))
+    steps = []
+
+    def step(model, blocks, run, ways):
+        assert len(ways) == 10
+        assert set(ways.values()) == {wholestep._as_it_is}
+        steps.append(0.15 - 0.01 * len(steps))
+        if fails:
+            raise torch.OutOfMemoryError("no room")
+        return steps[-1] - 0.01
+
+    monkeypatch.setattr(wholestep, "_whole_step", lambda *args: wholestep.WholeStep(ran, 0, 0.2))
+    monkeypatch.setattr(wholestep, "_frugal_step", step)
+    monkeypatch.setattr(wholestep, "_free_bytes", lambda device: free_bytes)
+    for name in ("clear_gradients", "release_cached"):
+        monkeypatch.setattr(wholestep, name, lambda it: None)
+    request = SimpleNamespace(compiler="", like=like, model=None, run=None)
+    _, fastest, _ = wholestep.fastest_step(request, [], found, kinds, torch.device("cuda"))
+    assert fastest == pytest.approx(expected)
+    assert bool(steps) == (free_bytes > 1400 and like is None)
+
+
 KEPT = 2.5e-3  # seconds that a small block takes longer in a step, kept and not compiled
 
 

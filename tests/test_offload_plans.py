@@ -16,8 +16,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 import remat
+from models import Bottleneck, Case, squared
+from planner.build import GraphBuilder
 from reference import assert_same, step
 from remat import wholestep
 from remat.errors import OffloadError
@@ -25,7 +28,7 @@ from remat.hosting import link_amounts
 from remat.planner.link import host_bytes, window_bytes
 from remat.planner.schedule import make_plan
 from remat.planner.simulate import simulate
-from remat.records import Action, LinkRates
+from remat.records import Action, LinkRates, Mode
 from remat.run.link import Direction, FreeLink
 from remat.run.offload import Engine
 from remat.run.simulated import SimulatedLink
@@ -355,8 +358,99 @@ def test_a_storage_that_just_does_not_fit_the_window_may_be_sent():
     storage = 4 * 4096 * 2048 * 2
     forward, backward = 5.2e-3, 9.6e-3
     assert rates.d2h_bytes_per_second * forward < 4 * storage
-    assert max(link_amounts(rates, forward, backward, 1 << 31)) >= 4 * storage
-    assert link_amounts(rates, forward, backward, 1000) == (1000,)
+    assert max(link_amounts(rates, forward, backward, saving(1 << 31))) >= 4 * storage
+    assert link_amounts(rates, forward, backward, saving(1000)) == (1000,)
+
+
+def saving(nbytes, input_bytes=0):
+    """A region that saves so much, its input included."""
+    graph = GraphBuilder()
+    graph.save(graph.op(graph.input(input_bytes), nbytes=nbytes - input_bytes, seconds=1.0))
+    graph.save(graph.inputs[0])
+    return graph.graph()
+
+
+def test_an_input_that_is_more_than_the_window_may_be_sent_as_a_whole():
+    """A block of a ResNet: a third of what it saves is its input, and its seconds hide half of that."""
+    rates = LinkRates(50e9, 50e9, 50e9, 50e9)
+    amounts = link_amounts(rates, 1e-3, 2e-3, saving(300_000_000, 100_000_000))
+    assert amounts == (55_000_000, 25_000_000, 100_000_000)
+    assert link_amounts(rates, 1e-3, 2e-3, saving(300_000_000, 40_000_000)) == (55_000_000, 25_000_000)
+    assert link_amounts(rates, 0.0, 2e-3, saving(300_000_000, 100_000_000)) == ()
+
+
+# ------------------------------------------------------------------ blocks that hold what the next one reads
+
+
+class Chain(nn.Module):
+    """Blocks whose last operation, an in-place relu, holds the output that the next one starts from."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        self.blocks = nn.Sequential(*(Bottleneck(16) for _ in range(24)))
+
+    def forward(self, images):
+        return self.blocks(self.stem(images)).mean((2, 3))
+
+
+@pytest.fixture(scope="module")
+def profiled_chain():
+    given = Case(Chain(), torch.randn(2, 3, 12, 12), squared)
+    return given, remat.profile(given.model, given.batch, loss=given.loss, allow=ALL)
+
+
+@pytest.fixture
+def chain(profiled_chain):
+    given, profile = profiled_chain
+    return dataclasses.replace(given, model=copy.deepcopy(given.model)), profile
+
+
+def least_bytes(profile):
+    with pytest.raises(remat.BudgetError) as caught:
+        remat.plan(profile, 1, allow=ALL)
+    return caught.value.needed
+
+
+def holding_outputs(profile):
+    """The same menus without what lets outputs go."""
+    kinds = [
+        dataclasses.replace(
+            kind,
+            menu=tuple(e for e in kind.menu if e.mode is not Mode.RECIPE or e.holds_outputs),
+        )
+        for kind in profile.kinds
+    ]
+    return dataclasses.replace(profile, kinds=tuple(kinds))
+
+
+def test_outputs_that_blocks_hold_are_let_go_with_the_inputs_of_the_next(chain):
+    given, profile = chain
+    assert least_bytes(profile) < least_bytes(holding_outputs(profile))
+    expected = step(given, copy.deepcopy(given.model))
+    plan = remat.plan(profile, least_bytes(profile), allow=ALL)
+    entries = [plan.entry(call) for call in range(len(plan.choices))]
+    assert any(e.mode is Mode.RECIPE and not (e.holds_inputs or e.holds_outputs) for e in entries)
+    with remat.apply(given.model, plan) as handle:
+        assert_same(expected, step(given, given.model))
+        assert counted_peak(given) <= plan.predicted_peak_bytes
+        assert not [row for row in handle.status().rows if row.fallbacks]
+    assert not handle.engine.link.violations
+
+
+@pytest.mark.parametrize("index", range(6))
+def test_every_entry_that_lets_outputs_go_gives_equal_gradients(chain, index):
+    given, profile = chain
+    (kind,) = profile.kinds
+    some = [i for i, e in enumerate(kind.menu) if e.mode is Mode.RECIPE and e.recipe and not e.holds_outputs]
+    if index >= len(some):
+        pytest.skip("there are fewer of them")
+    choices = [some[index]] * len(profile.calls)
+    plan = make_plan(profile, choices, 1 << 40, strategy="all", allow=[Action(action) for action in ALL])
+    expected = step(given, copy.deepcopy(given.model), passes=2)
+    with remat.apply(given.model, plan) as handle:
+        assert_same(expected, step(given, given.model, passes=2))
+        assert not [row for row in handle.status().rows if row.fallbacks]
 
 
 def test_the_gain_of_chunks_is_told_from_a_clock_that_slows_down(monkeypatch):

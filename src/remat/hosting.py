@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from remat.errors import HostMemoryError
-from remat.records import LinkRates, Profile
+from remat.records import LinkRates, Profile, RegionGraph
 from remat.run.hostmem import available_host_bytes
 from remat.run.offload import HOST_SHARE, Engine
 
@@ -53,12 +53,15 @@ def hosting(device: torch.device, like: Profile | None = None) -> Iterator[Hosti
 
 
 def link_amounts(
-    rates: LinkRates, forward_seconds: float, backward_seconds: float, saved_bytes: int
+    rates: LinkRates, forward_seconds: float, backward_seconds: float, graph: RegionGraph
 ) -> tuple[int, ...]:
     """How many bytes a region may send: a little more than its own seconds hide, out during forward and back
-    during backward, and about half of that; never more than it has."""
+    during backward, and about half of that; never more than it has. Where its inputs are more than that, as
+    much as they take, too: nothing but the host can hold those, and some budgets ask for it."""
     hidden = min(rates.d2h_bytes_per_second * forward_seconds, rates.h2d_bytes_per_second * backward_seconds)
-    amounts = (min(int(hidden * share), saved_bytes) for share in _WINDOWS)
+    amounts = [min(int(hidden * share), graph.saved_bytes) for share in _WINDOWS]
+    if 0 < max(amounts) < graph.saved_input_bytes:
+        amounts.append(graph.saved_input_bytes)
     return tuple(dict.fromkeys(amount for amount in amounts if amount > 0))
 
 

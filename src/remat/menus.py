@@ -16,7 +16,7 @@ from remat.check.bench import Bench, bench, timing
 from remat.chunking import chunk_entries
 from remat.errors import CaptureError, RecomputeError
 from remat.hosting import Hosting, link_amounts, settling
-from remat.planner.menu import recipes
+from remat.planner.menu import recipes, recipes_letting_go
 from remat.planner.pacing import Pace, pace_of, paced_by_host
 from remat.records import Entry, Kind, Mode, Recipe, RegionGraph, Role
 from remat.run.checkpoint import Options, run_checkpointed
@@ -70,7 +70,7 @@ def measured_kind(
         pace = pace_of(keep.seconds, keep.host_seconds, forward_seconds, launch)
     links: tuple[int, ...] = ()
     if host is not None and graph is not None:
-        links = ranks.agree(link_amounts(host.rates, forward_seconds, backward_seconds, graph.saved_bytes))
+        links = ranks.agree(link_amounts(host.rates, forward_seconds, backward_seconds, graph))
     whole = _full_extra(again, keep, forward_seconds, pace)
     entries = [
         menu_entry(Mode.KEEP, keep, 0.0, graph, len(example.inputs)),
@@ -123,7 +123,8 @@ def _recipes(
     found = recipes(graph, levels=levels, link_bytes=links, slot_seconds=per_slot)
     staying = [recipe for recipe in found if not recipe.host_bytes]
     moving = [recipe for recipe in found if recipe.host_bytes]
-    return (*staying, *moving[:: max(-(-len(moving) // _MOVING), 1)])
+    letting_go = recipes_letting_go(graph, links, slot_seconds=per_slot)
+    return (*staying, *moving[:: max(-(-len(moving) // _MOVING), 1)], *letting_go)
 
 
 def _recipes_of(like: Sequence[Kind], graph: RegionGraph | None) -> tuple[Recipe, ...]:
@@ -292,14 +293,14 @@ def menu_entry(
     held_outputs: dict[int, int] = {}  # storage -> position, of outputs that autograd holds by itself
     holds_inputs = tuple(range(inputs))
     if graph is not None:
-        saved = {graph.values[slot.value].storage for slot in graph.saved}
-        kept = saved
+        saved = graph.saved_storages
+        kept = set(saved)
         if recipe is not None:
             kept = set(recipe.kept) - set(recipe.offloaded) | {s for s in saved if _stays(graph, s)}
         holds_inputs = tuple(i for i, v in enumerate(graph.inputs) if graph.values[v].storage in kept)
         for position, value in enumerate(graph.outputs):
             storage = graph.values[value].storage
-            if storage in saved and graph.storages[storage].role is Role.OUTPUT:
+            if storage in saved & kept and graph.storages[storage].role is Role.OUTPUT:
                 held_outputs.setdefault(storage, position)
     outputs_bytes = sum(graph.storages[s].nbytes for s in held_outputs) if graph is not None else 0
     return Entry(
@@ -325,7 +326,7 @@ def _fetched(graph: RegionGraph | None, recipe: Recipe | None) -> tuple[int, ...
 
 
 def _stays(graph: RegionGraph, storage: int) -> bool:
-    return graph.storages[storage].role in (Role.OUTPUT, Role.FOREIGN, Role.PARAMETER)
+    return graph.storages[storage].role in (Role.FOREIGN, Role.PARAMETER)
 
 
 def sorted_menu(entries: list[Entry]) -> tuple[Entry, ...]:

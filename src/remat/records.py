@@ -185,8 +185,22 @@ class RegionGraph:
     @property
     def saved_bytes(self) -> int:
         """Bytes that autograd keeps for this region when nothing is planned (each storage once)."""
-        kept = {self.values[s.value].storage for s in self.saved}
-        return sum(self.storages[s].charge_bytes for s in kept)
+        return sum(self.storages[s].charge_bytes for s in self.saved_storages)
+
+    @property
+    def saved_input_bytes(self) -> int:
+        """Those of them that are inputs."""
+        inputs = {self.values[value].storage for value in self.inputs}
+        return sum(self.storages[s].charge_bytes for s in inputs & self.saved_storages)
+
+    @property
+    def saved_storages(self) -> frozenset[int]:
+        return frozenset(self.values[s.value].storage for s in self.saved)
+
+    @property
+    def saved_outputs(self) -> frozenset[int]:
+        """Storages of outputs that the region's own autograd graph holds, as that of a last relu does."""
+        return frozenset(s for s in self.saved_storages if self.storages[s].role is Role.OUTPUT)
 
 
 @dataclass(frozen=True)

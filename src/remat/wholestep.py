@@ -19,6 +19,7 @@ from torch import nn
 
 from remat import ranks
 from remat.check.live import Meter
+from remat.check.peak import release_cached
 from remat.check.untouched import backward, clear_gradients
 from remat.records import Entry, HeadChunks, Kind, Mode, Phase, Segment
 from remat.request import Request, device_of
@@ -36,11 +37,13 @@ Progress = Callable[[str], None]
 _Place = tuple[str, int]  # a call of a region: its name and number
 _Way = Callable[[nn.Module, Callable[..., Any], Any, Any], Any]  # how it runs: module, forward, args, kwargs
 
-_LONG_SECONDS = 0.3  # an accelerator's step that takes so long is timed while its bytes are read
+_LONG_SECONDS = 0.3  # an accelerator's step that takes so long is timed fewer times
 _STEPS_COMPILED = 3  # timed, after a first one
 _PAIRS, _PAIRS_LONG = 4, 2  # steps that are timed one way and the other; of long ones
 _ONE_KEPT_OF = 4  # compiled calls, in the step that is timed to see what keeping takes
 _ROOM = 0.9  # of the free bytes, that this step may be predicted to take
+_ROOM_TO_SPARE = 0.5  # the same for the untouched step, which is timed only if it disturbs nobody
+_STEPS_PLAIN = 3  # of it, the first included: the fastest counts
 
 
 def _without(extra: float, seconds: float, most: float = 0.5) -> float:
@@ -53,13 +56,19 @@ def fastest_step(
     request: Request, blocks: Sequence[Block], found: Survey, kinds: Sequence[Kind], device: torch.device
 ) -> tuple[WholeStep, float, dict[Mode, float]]:
     """Timeline of the step with every region recomputed as a whole, and seconds of the step with every region
-    in its fastest entry: those of a frugal step, less what its regions take longer, but not less than its
-    regions take the accelerator. Last, where an accelerator runs compiled blocks: how much longer than its
+    in its fastest entry: on an accelerator with room to spare, those of the untouched step; else those of a
+    frugal step, less what its regions take longer, but not less than its regions take the accelerator. Last,
+    where an accelerator runs compiled blocks: how much longer than its
     menu says a call takes in a step, recomputed or kept, as a share of what it takes at its fastest. A host's
     timings are too noisy for that."""
     whole = _whole_step(request, blocks, found, device)
     references = [kind.menu[kind.reference] for kind in kinds]
     ran = {segment.call for segment in whole.segments if segment.phase is Phase.BACKWARD}
+    plain = None
+    if device.type == "cuda" and not request.compiler and request.like is None:
+        plain = _plain_seconds(request, blocks, found, kinds, whole, device)
+    if plain is not None:
+        return whole, plain, {}
     eager = _without(_extra_of(references, found, ran), whole.seconds, 0.9 if request.compiler else 0.5)
     eager = max(eager, sum(kinds[sighting.species].device_seconds for sighting in found.sightings))
     if any(kind.compiler for kind in kinds):  # the eager step says little of one that is compiled
@@ -99,6 +108,32 @@ def as_in_steps(kinds: Sequence[Kind], longer: Mapping[Mode, float]) -> list[Kin
         replace(kind, menu=tuple(shifted(kind, entry) for entry in kind.menu)) if kind.compiler else kind
         for kind in kinds
     ]
+
+
+def _plain_seconds(
+    request: Request,
+    blocks: Sequence[Block],
+    found: Survey,
+    kinds: Sequence[Kind],
+    whole: WholeStep,
+    device: torch.device,
+) -> float | None:
+    """Seconds of a step that keeps everything; None if that would take much of the memory that is free."""
+    clear_gradients(request.model)
+    free_bytes = _ROOM_TO_SPARE * _free_bytes(device) - max(segment.peak_bytes for segment in whole.segments)
+    kept_bytes = sum(kinds[sighting.species].menu[0].resident_bytes for sighting in found.sightings)
+    if not ranks.all_of(kept_bytes <= free_bytes):
+        return None
+    everything = {(sighting.name, sighting.call): _as_it_is for sighting in found.sightings}
+    try:
+        steps = [_frugal_step(request.model, blocks, request.run, everything) for _ in range(_STEPS_PLAIN)]
+        seconds: float | None = min(steps)
+    except torch.OutOfMemoryError:
+        seconds = None
+    release_cached(device)
+    if not ranks.all_of(seconds is not None) or seconds is None:
+        return None
+    return ranks.agree(seconds)
 
 
 def _compiled_seconds(
@@ -222,17 +257,16 @@ def _whole_step(request: Request, blocks: Sequence[Block], found: Survey, device
     model, run = request.model, request.run
     first = ranks.agree(_frugal_step(model, blocks, run))  # all run as many steps
     long = first > _LONG_SECONDS and device.type != "cpu"
-    seconds = [_frugal_step(model, blocks, run) for _ in range(0 if long else 2)]
+    # Not while bytes are read: that waits for the device at every region.
+    seconds = [_frugal_step(model, blocks, run) for _ in range(1 if long else 2)]
     clear_gradients(model)
     with Meter(device) as meter:
         meter.synchronize()
-        begin = time.perf_counter()
         with request.holding():
             segments = timeline(model, blocks, run, meter, found.sightings)
-            metered = time.perf_counter() - begin
             level = meter.current_bytes()
         output_bytes = level - meter.current_bytes()
-    return WholeStep(segments, output_bytes, min(seconds, default=metered))
+    return WholeStep(segments, output_bytes, min(seconds))
 
 
 def chunked_step(

@@ -64,6 +64,17 @@ def test_a_slow_link_makes_compute_wait_and_the_step_takes_longer() -> None:
     assert fast.peak_bytes == late.peak_bytes  # memory does not depend on timing
 
 
+def test_on_an_accelerator_regions_in_a_row_take_no_longer_than_the_step() -> None:
+    """Four regions of 1 s + 2 s, each alone, in a step of 10 s: the link has no more time than that."""
+    on_host = blocks(4)
+    on_cuda = dataclasses.replace(
+        on_host, environment=dataclasses.replace(on_host.environment, device="cuda: H200")
+    )
+    roomy = dataclasses.replace(on_cuda, step_seconds=20.0)
+    ends = [use.points[-1].end_seconds for p in (on_host, on_cuda, roomy) if (use := link_use(p, [1] * 4))]
+    assert ends == pytest.approx([12.0, 10.0, 16.0])  # the last: half of what is left lies between the passes
+
+
 def test_both_directions_at_once_are_slower() -> None:
     shared = dataclasses.replace(FAST, d2h_bytes_per_second=10.0, h2d_bytes_per_second=10.0,
                                  h2d_both_bytes_per_second=1.0)  # fmt: skip

@@ -29,6 +29,7 @@ from remat.records import Entry, Kind, LinkRates, Phase, Profile
 __all__ = [
     "LinkPoint",
     "LinkUse",
+    "SharedLink",
     "Transfer",
     "hidden_seconds",
     "host_bytes",
@@ -130,10 +131,59 @@ def _chosen(profile: Profile, choices: Sequence[int]) -> list[Entry]:
 
 def link_use(profile: Profile, choices: Sequence[int]) -> LinkUse | None:
     """What the link does if call i runs in entry `choices[i]` of its menu; None if nothing is offloaded."""
-    chosen = _chosen(profile, choices)
-    if not any(entry.host_bytes for entry in chosen):
-        return None
-    return _Run(profile, chosen, max(entry.host_bytes for entry in chosen)).whole_step()
+    return SharedLink(profile).use(choices)
+
+
+class SharedLink:
+    """The link in many plans over one profile: what does not depend on the choices is worked out once."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        kinds = [profile.kinds[call.kind] for call in profile.calls]
+        self.menus = [kind.menu for kind in kinds]
+        regions = sum(kind.forward_seconds + _backward_seconds(kind) for kind in kinds)
+        pace = self._pace(regions)
+        self.forward_seconds = [pace * kind.forward_seconds for kind in kinds]
+        self.backward_seconds = [pace * _backward_seconds(kind) for kind in kinds]
+        # Head and loss: half of what regions do not take of the plain step, since some lies elsewhere.
+        self.seconds_between_passes = max(profile.step_seconds - pace * regions, 0.0) / 2
+        self.last_forward = {s.call: k for k, s in enumerate(profile.segments) if s.phase is Phase.FORWARD}
+        self.first_backward: dict[int, int] = {}
+        for k, segment in enumerate(profile.segments):
+            if segment.phase is Phase.BACKWARD:
+                self.first_backward.setdefault(segment.call, k)
+        self._sent: dict[tuple[int, int], Sent] = {}  # by kind and entry
+
+    def _pace(self, regions_seconds: float) -> float:
+        """Of an accelerator: all regions together take no longer than the step, though each of them alone,
+        where the host does not run ahead, may. A host's seconds are estimates."""
+        if not self.profile.environment.device.startswith("cuda") or not self.profile.step_seconds:
+            return 1.0
+        return min(1.0, self.profile.step_seconds / max(regions_seconds, 1e-12))
+
+    def use(self, choices: Sequence[int]) -> LinkUse | None:
+        chosen = [menu[i] for menu, i in zip(self.menus, choices, strict=True)]
+        window = max((entry.host_bytes for entry in chosen), default=0)
+        if not window:
+            return None
+        sent = [self._sent_by(call, choice) for call, choice in enumerate(choices)]
+        return _Run(self, chosen, sent, window).whole_step()
+
+    def _sent_by(self, call: int, choice: int) -> Sent:
+        key = (self.profile.calls[call].kind, choice)
+        if key not in self._sent:
+            entry = self.menus[call][choice]
+            sizes = pieces(self.profile, call, entry)
+            self._sent[key] = Sent(sizes, is_divisible(self.profile, call, entry))
+        return self._sent[key]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a call sends. `divisible`: the pieces in which it does so are not known."""
+
+    sizes: tuple[int, ...]
+    divisible: bool
 
 
 def _backward_seconds(kind: Kind) -> float:
@@ -155,7 +205,7 @@ class _Direction:
         return start, self.free_at
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Flight:
     """A copy to the host. `divisible`: what has left the device may be let go while the rest is under way."""
 
@@ -194,8 +244,9 @@ class _Sender:
 
 @dataclass
 class _Run:
-    profile: Profile
+    steps: SharedLink
     chosen: list[Entry]
+    sent: list[Sent]
     window: int
     now: float = 0.0
     waited: float = 0.0
@@ -208,38 +259,32 @@ class _Run:
 
     def __post_init__(self) -> None:
         infinite = float("inf")
-        rates = self.profile.link or LinkRates(infinite, infinite, infinite, infinite)
+        rates = self.steps.profile.link or LinkRates(infinite, infinite, infinite, infinite)
         self.out = _Direction(rates.d2h_bytes_per_second, rates.d2h_both_bytes_per_second)
         self.back = _Direction(rates.h2d_bytes_per_second, rates.h2d_both_bytes_per_second)
 
     def whole_step(self) -> LinkUse:
-        segments = self.profile.segments
-        last_forward = {s.call: k for k, s in enumerate(segments) if s.phase is Phase.FORWARD}
-        first_backward: dict[int, int] = {}
-        for k, segment in enumerate(segments):
-            if segment.phase is Phase.BACKWARD:
-                first_backward.setdefault(segment.call, k)
+        steps = self.steps
+        first_backward, last_forward = steps.first_backward, steps.last_forward
         turn = min(first_backward.values(), default=-1)
         points, levels = [], []
-        for k, segment in enumerate(segments):
+        for k, segment in enumerate(steps.profile.segments):
             if k == turn:
-                self.now += self._seconds_between_passes()
+                self.now += steps.seconds_between_passes
             call, start, waited, back = segment.call, self.now, self.waited, 0
-            if call >= 0 and first_backward.get(call) == k:
+            begins = call >= 0 and first_backward.get(call) == k
+            if begins:
                 back = self._reach(call)
-            backward = segment.phase is Phase.BACKWARD
-            ahead = sum(sender.ahead for c, sender in self.near.items() if not (backward and c == call))
-            levels.append(self._in_flight_besides(call if backward else -1) + ahead)
+            own = call if segment.phase is Phase.BACKWARD else -1
+            ahead = sum(sender.ahead for c, sender in self.near.items() if c != own)
+            levels.append(self._in_flight_besides(own) + ahead)
             in_flight, out = self.in_flight, 0
-            if call >= 0:
-                kind = self.profile.kinds[self.profile.calls[call].kind]
-                if last_forward.get(call) == k:
-                    self.now += kind.forward_seconds
-                    out = self._send(call)
-                elif first_backward.get(call) == k:
-                    self.now += _backward_seconds(kind)
-                    self.now += self.chosen[call].extra_seconds
-                    self.near.pop(call, None)
+            if call >= 0 and last_forward.get(call) == k:
+                self.now += steps.forward_seconds[call]
+                out = self._send(call)
+            elif begins:
+                self.now += steps.backward_seconds[call] + self.chosen[call].extra_seconds
+                self.near.pop(call, None)
             points.append(
                 LinkPoint(
                     start_seconds=start,
@@ -261,12 +306,6 @@ class _Run:
             level_bytes=tuple(levels),
         )
 
-    def _seconds_between_passes(self) -> float:
-        """Head and loss: half of what regions do not take of the plain step, since some lies elsewhere."""
-        kinds = [self.profile.kinds[call.kind] for call in self.profile.calls]
-        regions = sum(kind.forward_seconds + _backward_seconds(kind) for kind in kinds)
-        return max(self.profile.step_seconds - regions, 0.0) / 2
-
     def _transfer(self, call: int, sender: _Sender) -> Transfer:
         needed = self.now if sender.needed_seconds is None else sender.needed_seconds
         return Transfer(
@@ -280,6 +319,8 @@ class _Run:
         )
 
     def _in_flight_besides(self, call: int) -> int:
+        if call < 0 or call not in self.senders:
+            return self.in_flight
         return sum(flight.nbytes for flight in self.flights if flight.call != call)
 
     def _wait_until(self, seconds: float) -> None:
@@ -288,16 +329,15 @@ class _Run:
             self.now = seconds
 
     def _send(self, call: int) -> int:
-        sizes = pieces(self.profile, call, self.chosen[call])
-        if not sizes:
+        sent = self.sent[call]
+        if not sent.sizes:
             return 0
-        self.senders[call] = sender = _Sender(sum(sizes), self.now)
+        self.senders[call] = sender = _Sender(sum(sent.sizes), self.now)
         self.host_bytes += sender.nbytes
-        divisible = is_divisible(self.profile, call, self.chosen[call])
-        for nbytes in sizes:
+        for nbytes in sent.sizes:
             begin, end = self.out.carry(nbytes, self.now, self.back)
             sender.host_seconds = end
-            self.flights.append(_Flight(call, nbytes, begin, end, divisible))
+            self.flights.append(_Flight(call, nbytes, begin, end, sent.divisible))
             self.in_flight += nbytes
             while self.in_flight > self.window:
                 self._land(self.in_flight - self.window)
@@ -332,11 +372,11 @@ class _Run:
 
     def _claim(self, call: int) -> None:
         """What has not left the device stays."""
-        stays = [flight for flight in self.flights if flight.call == call]
-        for flight in stays:
-            self.senders[call].claimed += flight.nbytes
-            self.in_flight -= flight.nbytes
-            self.flights.remove(flight)
+        stays = sum(flight.nbytes for flight in self.flights if flight.call == call)
+        if stays:
+            self.senders[call].claimed += stays
+            self.in_flight -= stays
+            self.flights = deque(flight for flight in self.flights if flight.call != call)
 
     def _fetch(self, sender: _Sender) -> int:
         missing = sender.nbytes - sender.ahead

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from remat.planner.link import LinkUse, hidden_seconds, link_use
+from remat.planner.link import LinkUse, SharedLink, hidden_seconds
 from remat.records import Entry, Mode, Phase, Profile, RegionCall, Segment
 
 __all__ = [
@@ -252,6 +252,7 @@ class Simulator:
         self._passing = passing_boundaries(profile)
         self._unread = unread_outputs(profile)
         self._returned = returned_inputs(profile)
+        self._link = SharedLink(profile)
         self._labels = [_label(profile, segment) for segment in profile.segments]
         self._added_at_once = _head_gradients(profile) if profile.chunked else 0
 
@@ -266,7 +267,7 @@ class Simulator:
         ]
         shifts = self._shifts(chosen, extras)
         lives_on = self._lives_on(extras)
-        link = link_use(profile, choices)
+        link = self._link.use(choices)
         moving = [0] * len(shifts) if link is None else link.level_bytes
         points = []
         gradients = 0  # that exist at the start of the segment, in the measured step

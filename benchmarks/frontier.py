@@ -478,6 +478,9 @@ class Planner:
         if base is None:
             return
         limit_bytes = int(share * base.peak_bytes)
+        if race.late(self.group):  # planning takes seconds, too
+            race.absent(self.method(label, None, share), f"not run: the limit of {race.options.limit:g} s")
+            return
         for attempt in range(TRIES):
             try:
                 plan = self.plan(self.resident + limit_bytes - self.excess)

@@ -468,3 +468,49 @@ def test_the_gain_of_chunks_is_told_from_a_clock_that_slows_down(monkeypatch):
     request = SimpleNamespace(model=model, run=None)
     assert wholestep._gained(request, [], "lm_head", {}, pairs=2) == pytest.approx(0.01, rel=0.1)
     assert chunked == [True, True, False, False, True]
+
+
+class Readout(nn.Module):
+    """Blocks whose outputs are read by the next one, and by code outside of blocks that holds them."""
+
+    def __init__(self, returned):
+        super().__init__()
+        self.returned = returned
+        self.stem = nn.Linear(32, 32)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(8))
+
+    def forward(self, x):
+        x = self.stem(x)
+        seen = []
+        for block in self.blocks:
+            x = block(x)
+            seen.append(x)
+        if self.returned:
+            return seen
+        total = seen[0]
+        for each in seen[1:]:
+            total = total * each.cos()
+        return total
+
+
+@pytest.mark.parametrize("returned", [False, True])
+def test_what_other_code_holds_of_blocks_is_not_let_go_by_a_plan(returned):
+    def loss(output, batch):
+        return sum(one.square().mean() for one in output) if returned else output.square().mean()
+
+    given = Case(Readout(returned), torch.randn(512, 32), loss)
+    profile = remat.profile(given.model, given.batch, loss=given.loss, allow=ALL)
+    passed_on = {output for call in profile.calls[:-1] for output in call.outputs}
+    assert passed_on <= set(profile.elsewhere)
+    expected = step(given, copy.deepcopy(given.model))
+    plan = remat.plan(profile, least_bytes(profile), allow=ALL)
+    with remat.apply(given.model, plan):
+        assert_same(expected, step(given, given.model))
+        assert counted_peak(given) <= plan.predicted_peak_bytes
+
+
+def test_nothing_else_holds_what_passes_between_the_blocks_of_a_chain(chain):
+    _, profile = chain
+    passed_on = {output for call in profile.calls[:-1] for output in call.outputs}
+    assert passed_on
+    assert not passed_on & set(profile.elsewhere)

@@ -106,6 +106,7 @@ def build_profile(request: Request, progress: Progress) -> Profile:
         calls=calls,
         boundary_bytes=tuple(found.boundary_bytes),
         passing=tuple(sorted(found.passing)),
+        elsewhere=tuple(sorted(found.elsewhere)),
         segments=whole.segments,
         step_seconds=seconds,
         accumulate=request.accumulate,

@@ -411,6 +411,7 @@ class Profile(Saveable):
     link: LinkRates | None = None  # to the host, measured only if Action.OFFLOAD is allowed
     host_limit_bytes: int | None = None  # what may wait on the host at one time; None: not known
     passing: tuple[int, ...] = ()  # boundaries made outside of regions, held in backward by who reads them
+    elsewhere: tuple[int, ...] = ()  # boundaries that something else holds, too, whatever regions do
     one_graph: bool = False  # compiled blocks are parts of one graph, of the model or of its trunk
     schema: int = SCHEMA_VERSION
 

@@ -158,11 +158,11 @@ def boundaries(profile: Profile) -> tuple[Boundary, ...]:
             makers.setdefault(boundary, []).append((index, position))
         for position, boundary in enumerate(call.inputs):
             readers.setdefault(boundary, []).append((index, position))
-    recorded = spans(profile)
+    recorded, elsewhere = spans(profile), set(profile.elsewhere)
     found = []
     for boundary, nbytes in enumerate(profile.boundary_bytes):
         made, read = makers.get(boundary, []), readers.get(boundary, [])
-        if len(made) != 1 or len(read) != 1:
+        if len(made) != 1 or len(read) != 1 or boundary in elsewhere:
             continue
         span = recorded[read[0][0]]
         if span is not None and span.recorded:  # without a backward, the reference held nothing to let go

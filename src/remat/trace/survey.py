@@ -81,6 +81,7 @@ class Survey:
     species: list[Species] = field(default_factory=list)
     boundary_bytes: list[int] = field(default_factory=list)
     passing: set[int] = field(default_factory=set)  # boundaries made between regions that nobody holds there
+    elsewhere: set[int] = field(default_factory=set)  # boundaries that are held by more than regions
 
 
 # ------------------------------------------------------------------------------------ regions as they run
@@ -191,7 +192,8 @@ class _Sights:
         del loss
         self._versions.clear()
         self._passed.clear()
-        self._result.passing = {b for b in self._result.passing if b not in held and self._is_gone(b)}
+        self._result.elsewhere = held | self._alive()
+        self._result.passing -= self._result.elsewhere
         return self._result
 
     def _note_output(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -217,9 +219,9 @@ class _Sights:
         known = ((storage, self._boundary.get(storage._cdata)) for storage in storages)
         return {seen[1] for storage, seen in known if seen is not None and seen[0]() is storage}
 
-    def _is_gone(self, boundary: int) -> bool:
-        """When the graph has gone: nobody else has it, an attribute or a closure."""
-        return all(storage() is None for storage, number in self._boundary.values() if number == boundary)
+    def _alive(self) -> set[int]:
+        """When the graph has gone: those that somebody else has, an attribute or a closure."""
+        return {number for storage, number in self._boundary.values() if storage() is not None}
 
     def _visit(
         self, name: str, tower: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any

@@ -16,7 +16,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models import ZOO, Case
-from planning import LEAST, recipe_at, survey_of
+from planning import (
+    LEAST,
+    assert_planned_equals_plain,
+    fallbacks,
+    recipe_at,
+    regions_at,
+    survey_of,
+    train,
+)
 from remat.errors import CaptureError
 from remat.records import RegionGraph, Role
 from remat.run.quiet import quiet
@@ -455,3 +463,50 @@ def test_folds_follow_those_of_another_size(monkeypatch: pytest.MonkeyPatch) -> 
         for seconds in (0.0, 1e9):
             found = graph(6, seconds, like)
             assert [(op.name, op.inputs) for op in found.ops] == [(op.name, op.inputs) for op in like.ops]
+
+
+@pytest.mark.parametrize("off_by", [0.0, 1e-3])
+def test_a_batch_norm_is_folded_onto_its_statistics_only_where_that_gives_its_bits(
+    off_by: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host has no such operation: it is lent one, right or slightly wrong. What the norm gave is written
+    over by the relu, so that it is compared with the norm run again."""
+    given: list[Tensor] = []
+
+    def from_statistics(x: Tensor, w: Tensor, b: Tensor, mean: Tensor, invstd: Tensor, eps: float) -> Tensor:
+        made, *found = torch.native_batch_norm(x, w, b, None, None, True, 0.0, eps)
+        assert all(map(torch.equal, found, (mean, invstd)))
+        given.append(mean)
+        return made + off_by
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("batch_norm_elemt", from_statistics, "CPU")
+    try:
+        monkeypatch.setattr(fold, "_is_on_accelerator", lambda _: True)
+        monkeypatch.setattr(fold, "seconds_of", lambda capture, op: 1e-7)
+        module = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU(inplace=True), nn.Linear(6, 6))
+        x = torch.randn(4, 6, requires_grad=True)
+        plain = price(checked(capture(module.forward, (x,), {}, module)))
+        graph = fold.folded(plain).graph
+        assert given
+        if off_by:
+            assert graph == plain.graph
+            return
+        index = names(graph).index("batch_norm_elemt")
+        assert graph.forward_seconds == pytest.approx(plain.graph.forward_seconds)
+        assert graph.ops[index].seconds == 1e-7
+        statistics = plain.graph.ops[index].outputs[1:]
+        assert [graph.values[v].producer for v in statistics] == [None, None]
+        recipe = recipe_at(graph, LEAST)
+        assert index in recipe.replayed
+        assert {graph.values[v].storage for v in statistics} <= set(recipe.kept), "nothing finds them again"
+        given.clear()
+        case = ZOO["resnet"]()
+        expected = train(copy.deepcopy(case.model), case.run)
+        planned = regions_at(survey_of(case.model, case.run), LEAST)
+        given.clear()
+        assert_planned_equals_plain(case.model, case.run, planned, expected)
+        assert given, "replays took them"
+        assert not fallbacks(planned)
+    finally:
+        library._destroy()

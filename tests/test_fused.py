@@ -65,6 +65,7 @@ class _Language:
     full = staticmethod(lambda shape, value, dtype: torch.full(shape, value, dtype=dtype))
     fma = staticmethod(lambda a, b, c: (a.double() * b.double() + c.double()).float())
     div_rn = staticmethod(lambda a, b: a / b)
+    where = staticmethod(torch.where)
 
     @staticmethod
     def load(pointer: _Pointer, inside: Tensor) -> Tensor:
@@ -109,13 +110,13 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> dict[str, _Launcher]:
     monkeypatch.setattr(fused, "can_fuse", lambda device: True)
     monkeypatch.setattr(fused, "_kernels", {})
     monkeypatch.setattr(fused, "_seen", set())
-    exact = ("aten._to_copy.default", "aten.neg.default")
+    exact = ("aten._to_copy.default", "aten.neg.default", "aten.relu.default")
     monkeypatch.setattr(fused, "_UNARY", {name: fused._UNARY[name] for name in exact})
     monkeypatch.setattr(fused, "_GELU", {})
     return made
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5", "vit", "paligemma"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5", "vit", "paligemma", "resnet"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fused_recipes_give_the_same_gradients(
     name: str, dtype: torch.dtype, stand_in: dict[str, _Launcher]
@@ -125,11 +126,13 @@ def test_fused_recipes_give_the_same_gradients(
     if isinstance(case.batch, dict):
         floats = {k: v.to(dtype) for k, v in case.batch.items() if v.is_floating_point()}
         case = replace(case, batch=case.batch | floats)
+    elif name == "resnet":
+        case = replace(case, batch=case.batch.to(dtype))
     expected = train(copy.deepcopy(case.model), case.run)
     planned = regions_at(survey_of(case.model, case.run), LEAST, fused=True)
     assert_planned_equals_plain(case.model, case.run, planned, expected)
     assert not fallbacks(planned)
-    if name in ("llama", "gpt2", "t5"):
+    if name in ("llama", "gpt2", "t5", "resnet"):
         assert sum(launcher.launches for launcher in stand_in.values()) > 0, "nothing was fused"
 
 
@@ -246,6 +249,55 @@ def test_a_direct_launch_takes_addresses_and_leaves_the_unusual_to_triton(
     assert torch.equal(kernel(a, b), a + b)
     assert len(launched) == 1
     assert stand.launches == 4 * 3
+
+
+def test_what_is_written_in_place_is_fused_into_memory_of_its_own(stand_in: dict[str, _Launcher]) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            y = (y * 2.0).add_(x).mul_(0.5).relu_()
+            return self.linear(y)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block(), Block())
+    x = torch.randn(4, 8)
+    case = Case(model, x, squared)
+    expected = train(copy.deepcopy(case.model), case.run)
+    planned = regions_at(survey_of(case.model, case.run), LEAST, fused=True)
+    assert_planned_equals_plain(case.model, case.run, planned, expected)
+    assert not fallbacks(planned)
+    chains = [text for text, launcher in stand_in.items() if launcher.launches and "tl.where" in text]
+    assert any(text.count("    t") > 3 for text in chains), "mul, add_, mul_ and relu_ in one kernel"
+    partial_write = Op("aten.add_.Tensor", (Ref(0), Ref(1)), (), (0, 1), (3,), written=((0, 2),))
+    assert fused.operands(partial_write) is None, "what it gives is not what it wrote"
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_a_batch_norm_from_its_statistics_and_the_relu_behind_it(
+    layout: torch.memory_format, stand_in: dict[str, _Launcher]
+) -> None:
+    """torch's kernel computes w (x - m) / s + b in float32, the last product and sum as one."""
+    x = torch.randn(2, 5, 3, 4).bfloat16().to(memory_format=layout)
+    w, b, m, r = torch.rand(4, 5).unbind()
+    made = value(tuple(x.shape), "bfloat16", x.stride())
+    wide = [replace(value((5,)), storage=i) for i in range(1, 5)]
+    op = Op(fused._NORM, (*map(Ref, range(5)), 1e-5), (), tuple(range(5)), (5,))
+    relu = Op("aten.relu_.default", (Ref(5),), (), (5,), (6,), written=((0, 6),))
+    graph = Mock(values=[made, *wide, made, made])
+    assert fused.is_fusible(graph, op)
+    given = tuple(leaf(i, tensor) for i, tensor in enumerate((x, w, b, m, r)))
+    tree = fused.node(graph, relu, (fused.node(graph, op, given),))
+    result = fused.kernel(tree, made, CPU)(x, w, b, m, r)
+    w, b, m, r = (each[:, None, None] for each in (w, b, m, r))
+    normed = ((w * (x.float() - m)).double() * r + b).float().bfloat16()
+    assert torch.equal(result, normed.relu())
+    assert result.stride() == x.stride()
+    without_weight = replace(op, args=(Ref(0), None, None, Ref(3), Ref(4), 1e-5))
+    assert fused.operands(without_weight) is None
 
 
 def test_every_operation_rounds(stand_in: dict[str, _Launcher]) -> None:
@@ -446,3 +498,29 @@ def test_fit_uses_fused_recipes_with_the_same_bits() -> None:
         assert recipes
         assert all(recipe.fused for recipe in recipes)
         assert handle.verification.bitwise
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_batch_norms_are_replayed_from_their_statistics_with_the_same_bits(
+    layout: torch.memory_format,
+) -> None:
+    torch.manual_seed(0)
+    case = ZOO["resnet"]()
+    model = case.model.cuda().to(memory_format=layout)
+    images = torch.randn(64, 3, 32, 32, device="cuda").to(memory_format=layout)
+
+    def loss(model: nn.Module, images: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return model(images).float().square().mean()
+
+    assert fused._norm_is_exact("bfloat16", torch.device("cuda", 0))
+    profile = remat.profile(model, images, loss=loss)
+    norms = [op for kind in profile.kinds if kind.graph for op in kind.graph.ops if "norm" in op.name]
+    assert norms
+    assert {op.name for op in norms} == {fused._NORM}
+    with remat.apply(model, remat.plan(profile, activations=0.5)) as handle:
+        programs = [v.program for r in handle.regions for v in r.variants.values() if v.program]
+        assert any(f"# {op}" in p.text for p in programs for op in (fused._NORM, "aten.relu_.default"))
+        assert remat.verify(handle, images).bitwise

@@ -320,7 +320,7 @@ def _kind(
     graph, places = joint.graph, len(species.example.inputs)
     seconds = _seconds(joint, found, plain, device)
     fastest = min(bench.seconds for bench in (plain.keep, *(one.bench for one in found)))
-    forward = min(sum(op.seconds for op in graph.ops), fastest / 2)
+    forward = min(graph.forward_seconds, fastest / 2)
     entries = [
         make_entry(Mode.KEEP, plain.keep, seconds[0], species.graph, places),
         make_entry(Mode.FULL, plain.full, seconds[1], None, places),
@@ -348,7 +348,7 @@ def behind_compute(graph: RegionGraph, host: Hosting | None) -> int:
     longer."""
     if host is None:
         return 0
-    forward_seconds = sum(op.seconds for op in graph.ops)
+    forward_seconds = graph.forward_seconds
     return int(forward_seconds * host.rates.d2h_bytes_per_second)
 
 

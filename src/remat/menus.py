@@ -16,7 +16,7 @@ from remat.check.bench import Bench, bench, timing
 from remat.chunking import chunk_entries
 from remat.errors import CaptureError, RecomputeError
 from remat.hosting import Hosting, link_amounts, settling
-from remat.planner.menu import recipes, recipes_letting_go
+from remat.planner.menu import most_useful, recipes, recipes_letting_go
 from remat.planner.pacing import Pace, pace_of, paced_by_host
 from remat.records import Entry, Kind, Mode, Recipe, RegionGraph, Role
 from remat.run.checkpoint import Options, run_checkpointed
@@ -62,7 +62,7 @@ def measured_kind(
     bench(example.forward, inputs, modules, device)  # warm: kernels are loaded, workspaces made
     keep = ranks.agree(bench(example.forward, inputs, modules, device))
     again = bench(full, inputs, modules, device)
-    forward_seconds = sum(op.seconds for op in graph.ops) if graph is not None else keep.seconds / 3
+    forward_seconds = graph.forward_seconds if graph is not None else keep.seconds / 3
     backward_seconds = max(keep.seconds - forward_seconds, forward_seconds)
     pace = None  # on the host itself there is but one to set it
     if device.type == "cuda":
@@ -122,9 +122,8 @@ def _recipes(
     per_slot = pace.slot_seconds if pace else 0.0
     found = recipes(graph, levels=levels, link_bytes=links, slot_seconds=per_slot)
     staying = [recipe for recipe in found if not recipe.host_bytes]
-    moving = [recipe for recipe in found if recipe.host_bytes]
     letting_go = recipes_letting_go(graph, links, slot_seconds=per_slot)
-    return (*staying, *moving[:: max(-(-len(moving) // _MOVING), 1)], *letting_go)
+    return (*staying, *most_useful(graph, found, _MOVING), *letting_go)
 
 
 def _recipes_of(like: Sequence[Kind], graph: RegionGraph | None) -> tuple[Recipe, ...]:

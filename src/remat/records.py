@@ -134,6 +134,7 @@ class Op:
     view: bool = False
     reason: str = ""  # why it is not replayable
     source: str = ""  # "modeling_llama.py:62"
+    once_seconds: float = 0.0  # beyond `seconds`: what forward does and a replay does not
 
 
 @dataclass(frozen=True)
@@ -181,6 +182,10 @@ class RegionGraph:
     sources: tuple[Source, ...]
     inputs: tuple[int, ...]  # value of each flattened tensor input
     outputs: tuple[int, ...]  # value of each flattened tensor output
+
+    @property
+    def forward_seconds(self) -> float:
+        return sum(op.seconds + op.once_seconds for op in self.ops)
 
     @property
     def saved_bytes(self) -> int:

@@ -16,6 +16,7 @@ from remat.planner.menu import (
     check_recipe,
     finish,
     least_resident_bytes,
+    most_useful,
     recipes,
     recipes_letting_go,
     solve,
@@ -77,6 +78,26 @@ def test_offloading_spares_replays() -> None:
     assert recipe.host_bytes <= 100
     assert recipe.replay_seconds < 8.0
     assert least_resident_bytes(graph, 10) == 0
+
+
+def test_of_what_moves_the_useful_ones_are_taken() -> None:
+    """At most so many, in order; at every price that was asked, the best that moves is among them, if any
+    that moves is best."""
+    graph = llama_block()
+    found = recipes(
+        graph, levels=[i / 16 for i in range(16, 0, -1)], link_bytes=(30 << 20, 60 << 20, 90 << 20)
+    )
+    moving = [recipe for recipe in found if recipe.host_bytes]
+    assert len(moving) > 6
+    assert most_useful(graph, found, 100) == tuple(moving)
+    chosen = most_useful(graph, found, 6)
+    assert len(chosen) == 6
+    assert list(chosen) == [recipe for recipe in found if recipe in chosen]
+    assert all(recipe.host_bytes for recipe in chosen)
+    scale = max(r.replay_seconds for r in found) / max(r.resident_bytes for r in found)
+    best = min(found, key=lambda r: r.replay_seconds + scale * (4 * r.resident_bytes + 0.4 * r.host_bytes))
+    assert best.host_bytes
+    assert best in chosen
 
 
 def test_shared_inputs_cost_nothing() -> None:

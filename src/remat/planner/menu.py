@@ -11,6 +11,7 @@ integers, and `check_recipe` confirms the result without knowing how it was foun
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,7 @@ __all__ = [
     "check_recipe",
     "finish",
     "least_resident_bytes",
+    "most_useful",
     "recipes",
     "recipes_letting_go",
     "solve",
@@ -40,6 +42,8 @@ Floats = npt.NDArray[np.float64]
 _LEVELS = 10
 _LETTING_GO = (0.5, 0.25, 0.1)  # levels of recipes that let outputs go
 _TIME_LIMIT_S = 10.0
+_PRICES = tuple(2.0 ** (exponent / 2) for exponent in range(-8, 13))  # of a byte on the device
+_LINK_PRICES = (0.0, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)  # of a byte on the link, as a share of that
 _SOLVERS = 4  # levels solved side by side
 
 # The objective is scaled so that replaying everything costs _SECONDS_SCALE, and bytes so that keeping
@@ -113,6 +117,30 @@ def recipes_letting_go(
         slot_seconds=slot_seconds,
         without=graph.saved_outputs,
     )
+
+
+def most_useful(graph: RegionGraph, found: Sequence[Recipe], count: int) -> tuple[Recipe, ...]:
+    """At most so many of the recipes that send something: first those that cost least at some price of a byte
+    on the device and of one on the link, whether a region's inputs are its own to let go or not."""
+    moving = [recipe for recipe in found if recipe.host_bytes]
+    if len(moving) <= count:
+        return tuple(moving)
+    seconds = np.array([recipe.replay_seconds for recipe in found])
+    host = np.array([float(recipe.host_bytes) for recipe in found])
+    resident = np.array([float(recipe.resident_bytes) for recipe in found])
+    inputs = {graph.values[value].storage for value in graph.inputs}
+    sent_inputs = np.array(
+        [sum(graph.storages[s].charge_bytes for s in inputs & {*recipe.offloaded}) for recipe in found]
+    )
+    typical = max(seconds.max(), 1e-9) / max(resident.max(), 1.0)  # seconds for a byte
+    wins = [0] * len(found)
+    for held in (0.0, 1.0):
+        for price, share in itertools.product(_PRICES, _LINK_PRICES):
+            costs = seconds + typical * price * (resident + held * sent_inputs + share * host)
+            wins[int(costs.argmin())] += 1
+    order = sorted(range(len(found)), key=lambda i: -wins[i])  # those that never win: from the largest down
+    chosen = [i for i in order if found[i].host_bytes][:count]
+    return tuple(found[i] for i in sorted(chosen))
 
 
 def solve(

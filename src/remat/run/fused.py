@@ -15,7 +15,7 @@ import logging
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -51,6 +51,7 @@ _UNARY = {
     "aten._to_copy.default": "{0}",
     "aten.exp.default": "libdevice.exp({0})",
     "aten.neg.default": "{0} * (-1.0)",  # 0 - x, as Triton has it, loses the sign of zero
+    "aten.relu.default": "tl.where({0} <= 0.0, 0.0, {0})",  # a NaN stays
     "aten.sigmoid.default": "tl.div_rn(1.0, 1.0 + libdevice.exp(-{0}))",
     "aten.silu.default": "tl.div_rn({0}, 1.0 + libdevice.exp(-{0}))",
     "aten.tanh.default": "libdevice.tanh({0})",
@@ -62,6 +63,10 @@ _GELU = {
 }
 _POWER = {2: "{0} * {0}", 3: "{0} * {0} * {0}"}
 _BINARY = {"add": "{0} + {1}", "mul": "{0} * {1}", "sub": "{0} - {1}"}
+# Input, weight, bias, mean and inverse deviation, all but the first along the channels. torch's kernel is one
+# expression, which its compiler contracts.
+_NORM = "aten.batch_norm_elemt.default"
+_NORM_FORMULA = "tl.fma({1} * ({0} - {3}), {4}, {2})"
 _PLAIN = {*_BINARY.values(), _UNARY["aten._to_copy.default"], _UNARY["aten.neg.default"]}
 _TYPES = {"float32": "tl.float32", "bfloat16": "tl.bfloat16", "float16": "tl.float16"}
 
@@ -113,7 +118,7 @@ def operands(op: Op) -> tuple[int | float, ...] | None:
     formula = _formula(op)
     if formula is None:
         return None
-    args = op.args[:2] if "{1}" in formula else op.args[:1]
+    args = op.args[: sum(f"{{{place}}}" in formula for place in range(len(op.args)))]
     found: list[int | float] = []
     for arg in args:
         if isinstance(arg, Ref):
@@ -142,25 +147,46 @@ def node(graph: RegionGraph, op: Op, inner: tuple[Tree, ...]) -> Node:
     formula = _formula(op)
     assert formula is not None
     types = {graph.values[v].dtype for v in operands(op) or () if isinstance(v, int)}
+    if op.name == _NORM:
+        after = len(graph.values[op.outputs[0]].shape) - 2  # dimensions after the channels
+        inner = (inner[0], *(_along_channels(tree, after) for tree in inner[1:]))
     common = next(iter(types)) if len(types) == 1 else "float32"
     return Node(formula, inner, common, graph.values[op.outputs[0]].dtype)
 
 
+def _along_channels(tree: Tree, after: int) -> Tree:
+    """A tensor of one dimension as one that has `after` more, over which it is broadcast."""
+    if isinstance(tree, Leaf):
+        return replace(tree, shape=(*tree.shape, *(1,) * after), stride=(*tree.stride, *(0,) * after))
+    if isinstance(tree, Node):
+        return replace(tree, operands=tuple(_along_channels(operand, after) for operand in tree.operands))
+    return tree
+
+
 def _formula(op: Op) -> str | None:
-    packet, _, variant = op.name.removeprefix("aten.").partition(".")
+    name = _functional(op)
+    packet, _, variant = name.removeprefix("aten.").partition(".")
     kwargs = dict(op.kwargs)
-    if op.name == "aten._to_copy.default":
-        return _UNARY[op.name] if list(kwargs) == ["dtype"] and isinstance(kwargs["dtype"], Const) else None
+    if name == "aten._to_copy.default":
+        return _UNARY[name] if list(kwargs) == ["dtype"] and isinstance(kwargs["dtype"], Const) else None
     if packet in _BINARY and variant in ("Tensor", "out") and len(op.args) == 2:
-        plain = set(kwargs) <= ({"out"} if variant == "out" else set())
-        return _BINARY[packet] if plain and (variant == "out" or not op.written) else None
-    if op.written:
-        return None
-    if op.name == "aten.gelu.default":
+        return _BINARY[packet] if set(kwargs) <= ({"out"} if variant == "out" else set()) else None
+    if name == "aten.gelu.default":
         return _GELU.get(str(kwargs.get("approximate", "none"))) if len(op.args) == 1 else None
-    if op.name == "aten.pow.Tensor_Scalar":
+    if name == "aten.pow.Tensor_Scalar":
         return next((text for exponent, text in _POWER.items() if op.args[1] == exponent), None)
-    return _UNARY.get(op.name) if not kwargs and len(op.args) == 1 else None
+    if name == _NORM:
+        return _NORM_FORMULA if not kwargs and all(isinstance(arg, Ref) for arg in op.args[:5]) else None
+    return _UNARY.get(name) if not kwargs and len(op.args) == 1 else None
+
+
+def _functional(op: Op) -> str:
+    """The name of the operation that gives what this one writes over its first argument; "" if it writes
+    otherwise. A kernel writes to memory of its own."""
+    packet, _, variant = op.name.rpartition(".")
+    if op.written and op.written == tuple((0, value) for value in op.outputs) and packet.endswith("_"):
+        return f"{packet[:-1]}.{variant}"
+    return op.name if not op.written or variant == "out" else ""
 
 
 def _is_dense(value: Value) -> bool:
@@ -381,7 +407,28 @@ def is_exact(op: Op, dtype: str, device: torch.device) -> bool:
     assert formula is not None
     if formula in _PLAIN:
         return True
+    if formula == _NORM_FORMULA:
+        return _norm_is_exact(dtype, device)
     return _tried(formula, op.name, op.args[1:], op.kwargs, dtype, device)
+
+
+@cache
+def _norm_is_exact(dtype: str, device: torch.device) -> bool:
+    """On numbers of all magnitudes, each in a channel whose statistics are not round."""
+    numbers = _numbers_of(dtype, device).view(2, -1, 16)
+    channels = torch.arange(1, numbers.shape[1] + 1, device=device)
+    weight, bias, mean, invstd = (1.0 + (channels * step).sin() for step in (0.7, 1.3, 2.1, 3.9))
+    given = (numbers, weight, bias, mean, invstd)
+    found = [Leaf(i, tuple(x.shape), x.stride(), 0, str(x.dtype)[6:]) for i, x in enumerate(given)]
+    inner = (found[0], *(_along_channels(leaf, 1) for leaf in found[1:]))
+    try:
+        fast = _kernel_of(Node(_NORM_FORMULA, inner, "float32", dtype), numbers)(*given)
+        return _same(fast, torch.batch_norm_elemt(*given, 1e-5))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        _LOG.warning("batch norms run unfused, their kernel does not compile: %s", error)
+        return False
 
 
 @cache
@@ -406,17 +453,27 @@ def _tried(
 def _gives_torch_bits(
     formula: str, function: Callable[[torch.Tensor], torch.Tensor], dtype: str, device: torch.device
 ) -> bool:
-    """On every finite number of 16 bits, or as many of 32 bits, of all magnitudes."""
+    x = _numbers_of(dtype, device)
+    leaf = Leaf(0, tuple(x.shape), x.stride(), 0, dtype)
+    return _same(_kernel_of(Node(formula, (leaf,), dtype, dtype), x)(x), function(x))
+
+
+def _numbers_of(dtype: str, device: torch.device) -> torch.Tensor:
+    """Every finite number of 16 bits, or as many of 32 bits, of all magnitudes."""
     kind: torch.dtype = getattr(torch, dtype)
     patterns = torch.arange(-(2**15), 2**15, device=device)
     if kind.itemsize == 2:
         x = patterns.to(torch.int16).view(kind)
     else:  # a prime step through the numbers, so that their last bits vary
         x = (patterns * 65521).to(torch.int32).view(kind)
-    x = torch.where(x.isfinite(), x, 1.0)
-    leaf = Leaf(0, tuple(x.shape), x.stride(), 0, dtype)
-    made = Value(0, 0, tuple(x.shape), x.stride(), 0, dtype, None, True)
-    found = kernel(Node(formula, (leaf,), dtype, dtype), made, device)(x)
-    expected = function(x)
-    same = (bits(found) == bits(expected)) | (found.isnan() & expected.isnan())
-    return bool(same.all())
+    return torch.where(x.isfinite(), x, 1.0)
+
+
+def _kernel_of(tree: Node, like: torch.Tensor) -> Kernel:
+    """The kernel that gives a tensor of this layout."""
+    made = Value(0, 0, tuple(like.shape), like.stride(), 0, tree.dtype, None, True)
+    return kernel(tree, made, like.device)
+
+
+def _same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return bool(((bits(found) == bits(expected)) | (found.isnan() & expected.isnan())).all())

@@ -1,9 +1,12 @@
-"""Casts folded into the operation beside them: the same bits from fewer passes over memory.
+"""Operations that a replay runs in another form: the same bits from fewer passes over memory.
 
 Mixed precision is full of them: a norm casts up, multiplies, and casts down again, three kernels where one
 does. Elementwise kernels convert while they load and store, so a recipe may run
 
     mul(x.float(), r).to(bfloat16)      as      mul(x, r, out=bfloat16)
+
+A batch norm first finds the statistics of its input, and its backward holds them: a replay takes them from
+there, and what is left is elementwise.
 
 Every fold is tried on the captured values and taken only if it gives the same bits in less time. (A NaN comes
 out as a NaN, but of the device's own bits: the spot check counts all NaNs as one.)
@@ -12,6 +15,8 @@ out as a NaN, but of the device's own bits: the spot check counts all NaNs as on
 from __future__ import annotations
 
 from dataclasses import replace
+
+import torch
 
 from remat.records import Op, Ref, RegionGraph
 from remat.run.replay import dtype_of, replay, replaying
@@ -24,10 +29,11 @@ __all__ = ["folded"]
 _BINARY = {"aten.mul.Tensor", "aten.add.Tensor", "aten.sub.Tensor", "aten.div.Tensor"}
 _OUT = 2  # place of `out` in the schema of a binary operation; add and sub have alpha before it
 _OUT_WITH_ALPHA = 3
+_NORM_ARGS = 8  # input, weight, bias, two running statistics, training, momentum, eps
 
 
 def folded(capture: Capture, like: RegionGraph | None = None) -> Capture:
-    """The same priced capture with casts folded away where that is exact and faster. `like`: the same region
+    """The same priced capture with what is folded where that is exact and faster. `like`: the same region
     at another size; what was folded there is folded here, so that its recipes hold for both. Only on an
     accelerator: a host's kernels convert beforehand, in memory of their own."""
     if not _is_on_accelerator(capture):
@@ -35,18 +41,27 @@ def folded(capture: Capture, like: RegionGraph | None = None) -> Capture:
     if like is not None and len(like.ops) != len(capture.graph.ops):
         like = None
     for index in range(len(capture.graph.ops)):
-        for fold in (_into_store, _into_load, _widening):
+        for fold in (_into_store, _into_load, _widening, _from_statistics):
+            current = capture.graph.ops[index]
             candidate, before_seconds = fold(capture.graph, index)
-            if candidate is None or not _is_exact(capture, candidate):
+            if candidate is None or not _is_exact(capture, candidate, current):
                 continue
             with replaying():
                 candidate = replace(candidate, seconds=seconds_of(capture, candidate))
             faster = candidate.seconds < before_seconds
-            if faster if like is None else _leads_to(like.ops[index], candidate, capture.graph.ops[index]):
-                ops = list(capture.graph.ops)
-                ops[index] = candidate
-                capture = Capture(replace(capture.graph, ops=tuple(ops)), capture.tensors, capture.final)
+            if faster if like is None else _leads_to(like.ops[index], candidate, current):
+                if fold is _from_statistics:
+                    rest = max(before_seconds - candidate.seconds, 0.0)
+                    candidate = replace(candidate, once_seconds=rest)
+                capture = Capture(_with(capture.graph, index, candidate), capture.tensors, capture.final)
     return capture
+
+
+def _with(graph: RegionGraph, index: int, op: Op) -> RegionGraph:
+    """Run `op` in the place of an operation. What that gave besides is not rebuilt any more."""
+    lost = set(graph.ops[index].outputs) - set(op.outputs)
+    values = tuple(replace(v, producer=None) if i in lost else v for i, v in enumerate(graph.values))
+    return replace(graph, ops=(*graph.ops[:index], op, *graph.ops[index + 1 :]), values=values)
 
 
 def _is_on_accelerator(capture: Capture) -> bool:
@@ -143,6 +158,22 @@ def _widening(graph: RegionGraph, index: int) -> Fold:
     )
 
 
+def _from_statistics(graph: RegionGraph, index: int) -> Fold:
+    """A batch norm in training -> its result from the mean and deviation that its backward holds."""
+    norm = graph.ops[index]
+    if norm.name != "aten.native_batch_norm.default" or not norm.replayable or len(norm.args) != _NORM_ARGS:
+        return _NONE
+    x, weight, bias, _, _, training, _, eps = norm.args
+    made, *statistics = norm.outputs
+    held = {slot.value for slot in graph.saved if graph.values[slot.value].held}
+    if training is not True or not held.issuperset(statistics):
+        return _NONE
+    args = (x, weight, bias, *map(Ref, statistics), eps)
+    inputs = tuple(arg.value for arg in args if isinstance(arg, Ref))
+    fold = replace(norm, name="aten.batch_norm_elemt.default", args=args, inputs=inputs, outputs=(made,))
+    return fold, norm.seconds
+
+
 def _narrows(graph: RegionGraph, wide: int, narrow: int) -> bool:
     """Both floating point, the second with fewer bytes."""
     wide_type, narrow_type = dtype_of(graph.values[wide].dtype), dtype_of(graph.values[narrow].dtype)
@@ -159,15 +190,21 @@ def _wanted_elsewhere(graph: RegionGraph, value: int, reader: int) -> bool:
     return any(value in op.inputs for index, op in enumerate(graph.ops) if index != reader)
 
 
-def _is_exact(capture: Capture, op: Op) -> bool:
-    made = op.outputs[0]
-    if not all(capture.final[v] for v in (*op.inputs, made)):
+def _is_exact(capture: Capture, fold: Op, current: Op) -> bool:
+    """Compared with what was captured, or, where that was written to since, with the operation itself."""
+    made = fold.outputs[0]
+    if not all(capture.final[v] for v in (*fold.inputs, *current.inputs)):
         return False
+
+    def run(op: Op) -> torch.Tensor:
+        found: torch.Tensor = replay(
+            capture.graph, op, lambda v: capture.tensors[v].detach(), capture.tensors[made].device
+        )[made]
+        return found
+
     try:
         with replaying():
-            results = replay(
-                capture.graph, op, lambda v: capture.tensors[v].detach(), capture.tensors[made].device
-            )
+            expected = capture.tensors[made] if capture.final[made] else run(current)
+            return same_bits(run(fold), expected)
     except Exception:  # not possible in this form: the plain form stays
         return False
-    return same_bits(results[made], capture.tensors[made])

@@ -654,3 +654,39 @@ def test_the_benchmark_runs_without_an_accelerator(tmp_path):
     rows = json.loads(out.read_text())["rows"]
     assert rows[0]["time"] == pytest.approx(1.0, abs=0.01)  # what fits the window is hidden
     assert rows[-1]["time"] > 1.2
+
+
+# ---------------------------------------------------------------------------------------------------- lenders
+
+
+class Borrowed:
+    def __init__(self):
+        self.tickets = []
+
+    def sent_by(self, ticket, version):
+        self.tickets.append((ticket, version))
+
+
+def test_a_lender_is_told_who_sent_its_storage_once():
+    engine = Engine("cpu", in_flight_limit_bytes=0, link=SimulatedLink())
+    tensor, other = torch.arange(64.0), torch.arange(64.0)
+    lender, second, gone = Borrowed(), Borrowed(), Borrowed()
+    for each in (lender, second, gone):
+        engine.lend(each, tensor[8:])
+    del each, gone
+    engine.group(0).send(other)
+    assert not lender.tickets
+    expected, group = tensor.clone(), engine.group(1)
+    ticket = group.send(tensor)
+    assert [found for found, _ in lender.tickets] == [found for found, _ in second.tickets] == [ticket]
+    assert lender.tickets[0][1] == tensor._version
+    del ticket, tensor
+    second.tickets.clear()
+    assert torch.equal(lender.tickets[0][0].get((64,), (1,), 0, torch.float32), expected)
+    engine.lend(lender, other)
+    assert len(engine._lenders) == 1
+    del lender
+    engine.lend(second, torch.zeros(1))
+    assert len(engine._lenders) == 1, "one that is gone is forgotten"
+    group.reach()
+    engine.close()

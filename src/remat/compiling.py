@@ -21,7 +21,7 @@ from remat._torch_private import compiler_errors, has_compiler
 from remat.check.bench import Bench, bench
 from remat.check.regions import GradientGap, gradient_gap, gradients_of, precise_gradients
 from remat.errors import CaptureError
-from remat.hosting import Hosting, settling
+from remat.hosting import Hosting, Settling
 from remat.planner.menu import finish, recipes
 from remat.records import Entry, Kind, Mode, Recipe, RegionCall, RegionGraph, Role
 from remat.run.checkpoint import Options, run_checkpointed
@@ -437,7 +437,9 @@ def _bench_moving(
     planned = PlannedRegion(example.name, example.tower, {species.signature: variant}, engine=host.engine)
     stayed = host.engine.counts.kept_bytes
     with installed_region(example.module, example.forward, planned) as call:
-        measured = bench(settling(call, host.engine), inputs, (example.module,), device, timed=timed)
+        sends = Settling(call, host.engine)
+        modules = (example.module,)
+        measured = bench(sends, inputs, modules, device, timed=timed, at_backward=sends.fetch)
     if planned.counts.fallbacks:
         raise CaptureError(planned.counts.why)
     if host.engine.counts.kept_bytes > stayed:

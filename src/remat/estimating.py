@@ -43,7 +43,7 @@ from remat.devices import device as find_device
 from remat.errors import CaptureError, InputError
 from remat.hosting import link_amounts
 from remat.menus import menu_entry, sorted_menu
-from remat.planner.menu import recipes, recipes_letting_go, working_set_bytes
+from remat.planner.menu import recipes, working_set_bytes
 from remat.profiling import region_call, storage_bytes, survey_notes
 from remat.records import (
     Entry,
@@ -375,7 +375,7 @@ def _link(target: Device, offload: bool) -> LinkRates | None:
 
 def _recipes(graph: RegionGraph, links: tuple[int, ...]) -> tuple[Recipe, ...]:
     levels = [level / _LEVELS for level in range(_LEVELS, 0, -1)]
-    return (*recipes(graph, levels=levels, link_bytes=links), *recipes_letting_go(graph, links))
+    return recipes(graph, levels=levels, link_bytes=links)
 
 
 def _priced(graph: RegionGraph, target: Device) -> RegionGraph:

@@ -13,15 +13,15 @@ import torch
 from remat.errors import HostMemoryError
 from remat.records import LinkRates, Profile, RegionGraph
 from remat.run.hostmem import available_host_bytes
-from remat.run.offload import HOST_SHARE, Engine
+from remat.run.offload import HOST_SHARE, Engine, Group
 
-__all__ = ["Hosting", "hosting", "link_amounts", "settling"]
+__all__ = ["Hosting", "Settling", "hosting", "link_amounts"]
 
 _EVERYTHING = 1 << 60  # a limit that never binds: a region alone is measured without back-pressure
 _SIMULATED_BYTES = 2**20  # copied to calibrate a simulated link
 # Shares of what a region can send behind compute. A little more than that, because storages are large: one
 # that just does not fit would be recomputed for far more than the wait, which the simulator counts.
-_WINDOWS = (1.1, 0.5)
+_WINDOWS = (1.1, 0.6)
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ def link_amounts(
     rates: LinkRates, forward_seconds: float, backward_seconds: float, graph: RegionGraph
 ) -> tuple[int, ...]:
     """How many bytes a region may send: a little more than its own seconds hide, out during forward and back
-    during backward, and about half of that; never more than it has. Where its inputs are more than that, as
-    much as they take, too: nothing but the host can hold those, and some budgets ask for it."""
+    during backward, and a little more than half of that; never more than it has. Where its inputs are more
+    than that, as much as they take, too: nothing but the host can hold those, and some budgets ask for it."""
     hidden = min(rates.d2h_bytes_per_second * forward_seconds, rates.h2d_bytes_per_second * backward_seconds)
     amounts = [min(int(hidden * share), graph.saved_bytes) for share in _WINDOWS]
     if 0 < max(amounts) < graph.saved_input_bytes:
@@ -65,12 +65,22 @@ def link_amounts(
     return tuple(dict.fromkeys(amount for amount in amounts if amount > 0))
 
 
-def settling(call: Callable[..., Any], engine: Engine) -> Callable[..., Any]:
-    """The call, with everything that it sent gone from the device when it returns."""
+@dataclass
+class Settling:
+    """A region's call, with everything that it sent gone from the device when it returns. In a step, what it
+    sent is on its way back when its backward begins: `fetch` sees to that."""
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        output = call(*args, **kwargs)
-        engine.settle()
+    call: Callable[..., Any]
+    engine: Engine
+    group: Group | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.call(*args, **kwargs)
+        self.engine.settle()
+        self.group = self.engine.last_group()
         return output
 
-    return run
+    def fetch(self) -> None:
+        if self.group is not None:
+            self.group.prefetch()
+            self.group = None

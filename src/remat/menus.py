@@ -15,8 +15,8 @@ from remat import ranks
 from remat.check.bench import Bench, bench, timing
 from remat.chunking import chunk_entries
 from remat.errors import CaptureError, RecomputeError
-from remat.hosting import Hosting, link_amounts, settling
-from remat.planner.menu import most_useful, recipes, recipes_letting_go
+from remat.hosting import Hosting, Settling, link_amounts
+from remat.planner.menu import most_useful, recipes
 from remat.planner.pacing import Pace, pace_of, paced_by_host
 from remat.records import Entry, Kind, Mode, Recipe, RegionGraph, Role
 from remat.run.checkpoint import Options, run_checkpointed
@@ -62,7 +62,7 @@ def measured_kind(
     bench(example.forward, inputs, modules, device)  # warm: kernels are loaded, workspaces made
     keep = ranks.agree(bench(example.forward, inputs, modules, device))
     again = bench(full, inputs, modules, device)
-    forward_seconds = graph.forward_seconds if graph is not None else keep.seconds / 3
+    forward_seconds = _forward_seconds(graph, keep)
     backward_seconds = max(keep.seconds - forward_seconds, forward_seconds)
     pace = None  # on the host itself there is but one to set it
     if device.type == "cuda":
@@ -122,8 +122,7 @@ def _recipes(
     per_slot = pace.slot_seconds if pace else 0.0
     found = recipes(graph, levels=levels, link_bytes=links, slot_seconds=per_slot)
     staying = [recipe for recipe in found if not recipe.host_bytes]
-    letting_go = recipes_letting_go(graph, links, slot_seconds=per_slot)
-    return (*staying, *most_useful(graph, found, _MOVING), *letting_go)
+    return (*staying, *most_useful(graph, found, _MOVING))
 
 
 def _recipes_of(like: Sequence[Kind], graph: RegionGraph | None) -> tuple[Recipe, ...]:
@@ -143,6 +142,13 @@ def _recipes_of(like: Sequence[Kind], graph: RegionGraph | None) -> tuple[Recipe
         for recipe in found
         if max(recipe.offloaded, default=0) < len(graph.storages)
     )
+
+
+def _forward_seconds(graph: RegionGraph | None, keep: Bench) -> float:
+    """The less of two: operations timed one by one take longer than in a row, and in a row the device may
+    wait for the host."""
+    apart = graph.forward_seconds if graph is not None else keep.seconds / 3
+    return min(apart, keep.forward_seconds) if keep.forward_seconds else apart
 
 
 def _extra(measured: Bench, keep: Bench, replay_seconds: float) -> float:
@@ -262,14 +268,16 @@ def _bench_recipe(
     planned = PlannedRegion(example.name, example.tower, {species.signature: variant}, shadow=True)
     modules = (example.module,)
     with installed_region(example.module, example.forward, planned) as call, _checks_are_guards():
-        region = call
+        region, fetch = call, _nothing
         if recipe.offloaded:
             assert host is not None
-            planned.engine, region = host.engine, settling(call, host.engine)
+            settling = Settling(call, host.engine)
+            planned.engine, region, fetch = host.engine, settling, settling.fetch
             stayed = host.engine.counts.kept_bytes
         bench(region, inputs, modules, device, timed=False)
         planned.shadow, planned.turns = False, 1
-        levels = bench(region, inputs, modules, device, timed=False)  # with all that the spot check takes
+        # With all that the spot check takes.
+        levels = bench(region, inputs, modules, device, timed=False, at_backward=fetch)
         if recipe.offloaded and host is not None:
             if host.engine.counts.kept_bytes > stayed:
                 raise CaptureError(f"the host has no {format_bytes(recipe.host_bytes)} for offload")
@@ -279,6 +287,10 @@ def _bench_recipe(
     if planned.counts.fallbacks:
         raise CaptureError(planned.counts.why)
     return levels
+
+
+def _nothing() -> None:
+    pass
 
 
 def menu_entry(
@@ -301,6 +313,7 @@ def menu_entry(
             storage = graph.values[value].storage
             if storage in saved & kept and graph.storages[storage].role is Role.OUTPUT:
                 held_outputs.setdefault(storage, position)
+    read = _read_by_replays(graph, recipe)
     outputs_bytes = sum(graph.storages[s].nbytes for s in held_outputs) if graph is not None else 0
     return Entry(
         mode=mode,
@@ -310,11 +323,19 @@ def menu_entry(
         extra_seconds=extra,
         holds_inputs=holds_inputs,
         holds_outputs=tuple(held_outputs.values()),
+        lends_outputs=tuple(p for s, p in held_outputs.items() if recipe is not None and s not in read),
         host_bytes=0 if recipe is None else recipe.host_bytes,
         fetches_inputs=_fetched(graph, recipe),
         recipe=recipe,
         measured=True,
     )
+
+
+def _read_by_replays(graph: RegionGraph | None, recipe: Recipe | None) -> set[int]:
+    """Storages."""
+    if graph is None or recipe is None:
+        return set()
+    return {graph.values[value].storage for op in recipe.replayed for value in graph.ops[op].inputs}
 
 
 def _fetched(graph: RegionGraph | None, recipe: Recipe | None) -> tuple[int, ...]:

@@ -231,6 +231,7 @@ class Entry:
 
     `resident_bytes`: held from the end of its forward to its backward, boundary tensors not counted.
     `holds_inputs` / `holds_outputs`: positions of the boundary tensors that stay alive because of it.
+    `lends_outputs`: of those, what stays only until the region that reads it has sent it to the host.
     `forward_peak_bytes`: above the level at its entry. `backward_peak_bytes`: above the level when its
     backward starts (where the gradient of its output exists and everything it holds is still there).
     """
@@ -242,6 +243,7 @@ class Entry:
     extra_seconds: float
     holds_inputs: tuple[int, ...] = ()
     holds_outputs: tuple[int, ...] = ()
+    lends_outputs: tuple[int, ...] = ()
     host_bytes: int = 0
     recipe: Recipe | None = None
     measured: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hypothesis import strategies as st
@@ -19,17 +19,23 @@ small = st.integers(0, 40)
 def kinds(draw: st.DrawFn) -> Kind:
     """KEEP first, FULL last, recipes in between; seconds are multiples of 1/8, so that sums are exact."""
     positions = st.sampled_from([(), (0,), (0, 1)])
+    sends = draw(st.booleans())  # what a recipe does not hold of its inputs, and keeping holds all
 
     def some(mode: Mode, seconds: float) -> Entry:
-        return entry(
+        made = entry(
             mode,
             draw(small),
             seconds,
             forward=draw(small),
             backward=draw(small),
-            inputs=(0, 1) if mode is Mode.FULL else draw(positions),
+            inputs=(0, 1) if mode is Mode.FULL or (mode is Mode.KEEP and sends) else draw(positions),
             outputs=draw(st.sampled_from([(), (), (0,)])),
         )
+        if mode is not Mode.RECIPE:
+            return made
+        fetched = tuple({0, 1} - {*made.holds_inputs}) if sends else draw(positions)
+        lent = made.holds_outputs if draw(st.booleans()) else ()
+        return replace(made, fetches_inputs=fetched, lends_outputs=lent)
 
     between = [some(Mode.RECIPE, draw(st.integers(0, 24)) / 8) for _ in range(draw(st.integers(0, 2)))]
     return kind(some(Mode.KEEP, 0.0), *between, some(Mode.FULL, draw(st.integers(0, 24)) / 8))
@@ -130,12 +136,20 @@ def naive_peaks(given: Profile, choices: Sequence[int]) -> list[int]:
             if len(makers) != 1 or len(readers) != 1 or readers[0] not in backward:
                 continue
             maker, reader = makers[0], readers[0]
+            read_at, made_at = (
+                given.calls[reader].inputs.index(boundary),
+                given.calls[maker].outputs.index(boundary),
+            )
+            sent = naive_sends(menus[reader], read_at)
             held = (
                 chosen[reader].mode is Mode.FULL
-                or given.calls[reader].inputs.index(boundary) in chosen[reader].holds_inputs
-                or given.calls[maker].outputs.index(boundary) in chosen[maker].holds_outputs
+                or read_at in chosen[reader].holds_inputs
+                or (
+                    made_at in chosen[maker].holds_outputs
+                    and not (sent and made_at in chosen[maker].lends_outputs)
+                )
             )
-            if not held and forward[reader] < k < backward[reader]:
+            if not held and forward[reader] < k < backward[reader] + sent:
                 level -= nbytes
         above = segment.peak_bytes - segment.start_bytes
         if segment.call >= 0 and chosen[segment.call] != full[segment.call]:
@@ -143,9 +157,37 @@ def naive_peaks(given: Profile, choices: Sequence[int]) -> list[int]:
             if segment.phase is Phase.FORWARD:
                 above = mine.forward_peak_bytes + max(above - reference.forward_peak_bytes, 0)
             else:
-                above = mine.backward_peak_bytes + max(above - reference.backward_peak_bytes, 0)
+                alone = mine.backward_peak_bytes - naive_counted_twice(given, segment.call, mine, backward)
+                above = max(alone, 0) + max(above - reference.backward_peak_bytes, 0)
+                for position, boundary in enumerate(given.calls[segment.call].outputs):
+                    if position in mine.holds_outputs and any(boundary in c.inputs for c in given.calls):
+                        above += given.boundary_bytes[boundary]
         peaks.append(level + above)
     return peaks
+
+
+def naive_sends(menu: Sequence[Entry], position: int) -> bool:
+    """Whoever does not hold this input sends it, and somebody does."""
+    others = [e for e in menu if e.mode is not Mode.FULL and position not in e.holds_inputs]
+    return bool(others) and all(position in entry.fetches_inputs for entry in others)
+
+
+def naive_counted_twice(given: Profile, call: int, mine: Entry, backward: Mapping[int, int]) -> int:
+    """Inputs that this entry fetches and that come back by themselves in the measured step."""
+    twice = 0
+    for position, boundary in enumerate(given.calls[call].inputs):
+        makers = [i for i, other in enumerate(given.calls) if boundary in other.outputs]
+        readers = [i for i, other in enumerate(given.calls) if boundary in other.inputs]
+        if position not in mine.fetches_inputs or readers != [call] or call not in backward:
+            continue
+        if not makers:
+            twice += given.boundary_bytes[boundary] if boundary in given.passing else 0
+        if len(makers) != 1 or naive_sends(given.kinds[given.calls[call].kind].menu, position):
+            continue
+        made_at = given.calls[makers[0]].outputs.index(boundary)
+        if not any(made_at in e.holds_outputs for e in given.kinds[given.calls[makers[0]].kind].menu):
+            twice += given.boundary_bytes[boundary]
+    return twice
 
 
 def naive_lives_on(given: Profile, choices: Sequence[int]) -> int:

@@ -215,7 +215,7 @@ def test_alike_regions_share_the_link(monkeypatch: pytest.MonkeyPatch, held: int
     assert plan.plain_seconds == simulate(p, keep_everything(p)).seconds
     monkeypatch.setattr(proposals, "_MOST_EXCHANGES", 0)
     alone = schedule(p, budget, allow=ALL)
-    assert plan.predicted_seconds < 0.995 * alone.predicted_seconds
+    assert plan.predicted_seconds < 0.998 * alone.predicted_seconds
 
 
 def on_cuda(p: Profile) -> Profile:

@@ -18,7 +18,6 @@ from remat.planner.menu import (
     least_resident_bytes,
     most_useful,
     recipes,
-    recipes_letting_go,
     solve,
     working_set_bytes,
 )
@@ -126,35 +125,6 @@ def test_outputs_and_foreign_tensors_are_free_sources() -> None:
     assert (recipe.resident_bytes, recipe.replay_seconds) == (0, 1.0)
     assert g.graph().storages[g.values[y].storage].role is Role.OUTPUT
     assert {g.values[y].storage, g.values[other].storage} <= set(recipe.kept)
-
-
-def ends_in_relu(*, replayable: bool = True) -> RegionGraph:
-    g = GraphBuilder()
-    x = g.input(40)
-    inner = g.op(x, nbytes=10, seconds=5.0)
-    g.save(x, inner)
-    out = g.op(inner, nbytes=40, seconds=1.0, replayable=replayable)
-    g.save(out)
-    g.output(out)
-    return g.graph()
-
-
-def test_an_output_that_autograd_holds_is_let_go_only_when_asked() -> None:
-    graph = ends_in_relu()
-    (out,) = graph.saved_outputs
-    assert all(out in recipe.kept for recipe in recipes(graph, link_bytes=40))
-    found = recipes_letting_go(graph, (20, 40))
-    assert {recipe.host_bytes for recipe in found} == {0, 40}  # the largest amount: all of the input
-    for recipe in found:
-        check_recipe(graph, recipe)
-        assert out not in recipe.kept
-        assert 2 in recipe.dropped
-    assert min(recipe.resident_bytes for recipe in found) == 0
-
-
-def test_an_output_that_cannot_be_rebuilt_is_never_let_go() -> None:
-    assert recipes_letting_go(ends_in_relu(replayable=False), (40,)) == ()
-    assert recipes_letting_go(llama_block(), (1 << 28,)) == ()  # its last operation holds no output
 
 
 def test_a_value_before_a_write_is_rebuilt_not_read_from_what_is_kept() -> None:

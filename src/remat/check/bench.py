@@ -35,14 +35,16 @@ _REENTRANT = "CheckpointFunctionBackward"  # torch.utils.checkpoint refuses to r
 class Bench:
     """`resident_bytes` counts everything that stays until backward except the inputs; the rest as in Entry.
     `host_seconds` is how long the host takes to issue it all: where that is nearly all of `seconds`, the
-    device waits for the host. `reaches_out`: gradients leave it by other ways than its inputs and parameters
-    (a tensor with a graph in an attribute, parameters that were lent)."""
+    device waits for the host. `forward_seconds` are those of forward alone, of an accelerator; 0.0 otherwise:
+    a host's are estimates. `reaches_out`: gradients leave it by other ways than its inputs and parameters (a
+    tensor with a graph in an attribute, parameters that were lent)."""
 
     resident_bytes: int
     forward_peak_bytes: int
     backward_peak_bytes: int
     seconds: float = 0.0
     host_seconds: float = 0.0
+    forward_seconds: float = 0.0
     reaches_out: bool = False
 
     @property
@@ -57,11 +59,13 @@ def bench(
     device: torch.device,
     *,
     timed: bool = True,
+    at_backward: Callable[[], None] = lambda: None,
 ) -> Bench:
-    """Run `call` on copies of `inputs`, forward and backward, gradients of `modules` cleared each time."""
+    """Run `call` on copies of `inputs`, forward and backward, gradients of `modules` cleared each time.
+    `at_backward` is called in the metered run when backward begins, and is a part of it."""
     parameters = [p for module in modules for p in module.parameters()]
     with Meter(device) as meter:
-        levels = _run(call, inputs, parameters, meter, follow=True)
+        levels = _run(call, inputs, parameters, meter, follow=True, at_backward=at_backward)
     measured = Bench(
         resident_bytes=levels.held - levels.start,
         forward_peak_bytes=levels.forward_peak - levels.start,
@@ -80,12 +84,21 @@ def timing(
 ) -> Bench:
     """The same with seconds; the call has been run before."""
     parameters = [p for module in modules for p in module.parameters()]
+    forwards: list[tuple[Any, Any]] = []
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        start = _timestamp(device)
+        output = call(*args, **kwargs)
+        forwards.append((start, _timestamp(device)))
+        return output
+
     # Following the graph takes the host's time, so it is left out where it is known to find nothing.
-    times = _times(lambda: _run(call, inputs, parameters, None, follow=measured.reaches_out), device)
+    times = _times(lambda: _run(forward, inputs, parameters, None, follow=measured.reaches_out), device)
     return replace(  # whatever else happens only ever adds
         measured,
         seconds=min(whole for whole, _ in times),
         host_seconds=min(host for _, host in times),
+        forward_seconds=min(_elapsed(start, end) for start, end in forwards),
     )
 
 
@@ -126,6 +139,7 @@ def _run(
     meter: Meter | None,
     *,
     follow: bool,
+    at_backward: Callable[[], None] = lambda: None,
 ) -> _Levels:
     """`follow`: find out where the region's graph ends, and end backward there."""
     levels = _Levels()
@@ -145,6 +159,7 @@ def _run(
         if meter is not None:
             levels.backward_start = meter.current_bytes()
             meter.reset_peak()
+        at_backward()
 
     differentiable = [t for t in tensors(output) if t.requires_grad]
     del output
@@ -235,7 +250,12 @@ def _seconds(run: Callable[[], Any], device: torch.device, in_a_row: int) -> tup
     if start is None or end is None:
         return host / in_a_row, host / in_a_row
     end.synchronize()
-    return float(start.elapsed_time(end)) * 1e-3 / in_a_row, host / in_a_row
+    return _elapsed(start, end) / in_a_row, host / in_a_row
+
+
+def _elapsed(start: Any, end: Any) -> float:
+    """Seconds between two marks that the accelerator has passed; 0.0 where there is none."""
+    return 0.0 if start is None or end is None else float(start.elapsed_time(end)) * 1e-3
 
 
 def _timestamp(device: torch.device, *, wait: bool = False) -> Any:

@@ -191,7 +191,7 @@ def _move(
     needs: list[int],
     slots: dict[int, int],
 ) -> Move:
-    later, after = option.held_bytes, mask
+    later, after, gone = option.held_bytes, mask, 0
     for boundary_number, boundary in reads:
         if boundary_number in slots:
             bit = 1 << slots[boundary_number]
@@ -201,6 +201,7 @@ def _move(
             held_before = held_by_producer(boundary, problem.calls[boundary.producer].options[0])  # all agree
         if not held_before and not held_by_consumer(boundary, option):
             later -= boundary.nbytes
+            gone += boundary.nbytes if boundary.sent else 0
     for boundary_number, boundary in makes:
         if held_by_producer(boundary, option):
             after |= 1 << slots[boundary_number]
@@ -212,7 +213,7 @@ def _move(
         pico=round(option.seconds * _PICO),
         later=later,
         forward=needs[span.forward] + above[span.forward],
-        backward=needs[span.backward] + above[span.backward] + option.held_bytes,
+        backward=needs[span.backward] + above[span.backward] + option.held_bytes - gone,
         mask=after,
     )
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from remat.records import Entry, Kind, LinkRates, Phase, Profile
 
@@ -43,8 +44,7 @@ __all__ = [
 _HIDDEN_SECONDS_PER_BYTE = 0.75e-12
 
 
-@dataclass(frozen=True)
-class LinkPoint:
+class LinkPoint(NamedTuple):
     """The link during one segment of the step; seconds from the step's start, as regions take them.
 
     `in_flight_bytes`: device memory held at its start for copies to the host. `ahead_bytes`: device memory

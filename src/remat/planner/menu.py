@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +32,6 @@ __all__ = [
     "least_resident_bytes",
     "most_useful",
     "recipes",
-    "recipes_letting_go",
     "solve",
     "working_set_bytes",
 ]
@@ -40,7 +39,6 @@ __all__ = [
 Floats = npt.NDArray[np.float64]
 
 _LEVELS = 10
-_LETTING_GO = (0.5, 0.25, 0.1)  # levels of recipes that let outputs go
 _TIME_LIMIT_S = 10.0
 _PRICES = tuple(2.0 ** (exponent / 2) for exponent in range(-8, 13))  # of a byte on the device
 _LINK_PRICES = (0.0, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)  # of a byte on the link, as a share of that
@@ -63,7 +61,6 @@ def recipes(
     link_bytes: int | Sequence[int] = 0,
     slot_seconds: float = 0.0,
     keep_seconds: Sequence[float] = (),
-    without: Collection[int] = (),
     time_limit_s: float = _TIME_LIMIT_S,
 ) -> tuple[Recipe, ...]:
     """The Pareto list of recipes for one region, from most to least resident bytes.
@@ -72,28 +69,16 @@ def recipes(
     is possible, which is always the last level. With `link_bytes` every second level is also solved with up
     to that many bytes moved to the host, or with each of several amounts. `slot_seconds` is what dropping one
     saved tensor costs beside the replay, `keep_seconds`, per storage, what keeping it costs beside its bytes.
-    No recipe keeps a storage of `without`; there may be none then. Keeping everything is not a recipe and not
-    in the list.
+    Keeping everything is not a recipe and not in the list.
     """
     links = sorted({0, *((link_bytes,) if isinstance(link_bytes, int) else link_bytes)})
-    model = _Model(
-        graph,
-        offload=links[-1] > 0,
-        slot_seconds=slot_seconds,
-        keep_seconds=keep_seconds,
-        without=frozenset(without),
-    )
+    model = _Model(graph, offload=links[-1] > 0, slot_seconds=slot_seconds, keep_seconds=keep_seconds)
     with ThreadPoolExecutor(min(_SOLVERS, os.cpu_count() or 1)) as solvers:  # HiGHS lets Python go on
 
         def seek(link: int, least: Recipe, limit: int) -> Recipe:
             return _solve(model, limit, link, time_limit_s) or least
 
-        try:
-            floor = list(solvers.map(partial(_least, model, time_limit_s=time_limit_s), links))
-        except ValueError:
-            if without:  # something in there cannot be rebuilt
-                return ()
-            raise
+        floor = list(solvers.map(partial(_least, model, time_limit_s=time_limit_s), links))
         sought = [
             (link, least, limit)
             for link, least in zip(links, floor, strict=True)
@@ -101,22 +86,6 @@ def recipes(
         ]
         found = list(solvers.map(seek, *zip(*sought, strict=True)))
     return _pareto([*found, *floor])
-
-
-def recipes_letting_go(
-    graph: RegionGraph, link_bytes: Sequence[int], *, slot_seconds: float = 0.0
-) -> tuple[Recipe, ...]:
-    """A few recipes that also rebuild the outputs that autograd holds (of a last relu). Such an output stays
-    alive with whoever reads it; this is for readers that send theirs to the host. () if there is none."""
-    if not graph.saved_outputs:
-        return ()
-    return recipes(
-        graph,
-        levels=_LETTING_GO,
-        link_bytes=max(link_bytes, default=0),
-        slot_seconds=slot_seconds,
-        without=graph.saved_outputs,
-    )
 
 
 def most_useful(graph: RegionGraph, found: Sequence[Recipe], count: int) -> tuple[Recipe, ...]:
@@ -194,10 +163,8 @@ class _Model:
         offload: bool,
         slot_seconds: float = 0.0,
         keep_seconds: Sequence[float] = (),
-        without: frozenset[int] = frozenset(),
     ) -> None:
         self.graph = graph
-        self.without = without
         self.keepable = _keepable(graph)
         slots = [graph.values[saved.value].storage for saved in graph.saved]
         dropping = np.array([slot_seconds * slots.count(s) for s in self.keepable], dtype=np.float64)
@@ -263,8 +230,7 @@ class _Model:
         return coo_array((weights, (rows, columns)), shape=(2, self.width)).tocsr()
 
     def _bounds(self, offload: bool) -> Bounds:
-        may_stay = np.array([s not in self.without for s in self.keepable], dtype=np.float64)
-        stays = may_stay * np.array([_stays_anyway(self.graph, s) for s in self.keepable], dtype=np.float64)
+        stays = np.array([_stays_anyway(self.graph, s) for s in self.keepable], dtype=np.float64)
         replayable = np.array([op.replayable for op in self.graph.ops], dtype=np.float64)
         written = {v.storage for saved in self.graph.saved if not (v := self.graph.values[saved.value]).held}
         movable = np.array(
@@ -275,7 +241,7 @@ class _Model:
             dtype=np.float64,
         )
         lower = np.concatenate([stays, np.zeros(self.ops + self.keeps)])
-        upper = np.concatenate([may_stay, replayable, movable * may_stay])
+        upper = np.concatenate([np.ones(self.keeps), replayable, movable])
         return Bounds(lower, upper)
 
     def fastest(self) -> Floats:
@@ -335,7 +301,7 @@ def _solve(model: _Model, resident_limit: int, link_limit: int, time_limit_s: fl
 def _least(model: _Model, link_limit: int, time_limit_s: float) -> Recipe:
     recipe = model.run(model.smallest(), np.inf, float(link_limit), time_limit_s)
     if recipe is None or recipe.host_bytes > link_limit:  # keeping what autograd saves is always possible
-        return finish(model.graph, model.graph.saved_storages - model.without)
+        return finish(model.graph, model.graph.saved_storages)
     return recipe
 
 

@@ -31,6 +31,7 @@ from remat.planner.simulate import (
     extra_bytes,
     extra_seconds,
     passing_boundaries,
+    read_outputs,
     returned_inputs,
     segment_peak,
     simulate,
@@ -170,7 +171,12 @@ def program(profile: Profile, allow: Sequence[Action], window: Window | None = N
         own.setdefault(segment.call, []).append(index)
     calls: list[Call] = []
     keys: list[tuple[object, ...]] = []  # calls with equal ones have equal options
-    unread, returned = unread_outputs(profile), returned_inputs(profile)
+    unread, read, returned = unread_outputs(profile), read_outputs(profile), returned_inputs(profile)
+    made = boundaries(profile)
+    lent = [
+        frozenset(b.output_position for b in made if b.producer == index and b.sent)
+        for index in range(len(profile.calls))
+    ]
     for index, (call, span) in enumerate(zip(profile.calls, spans(profile), strict=True)):
         mine = tuple(own.get(index, ()))
         measured = tuple(profile.segments[k].peak_bytes - profile.segments[k].start_bytes for k in mine)
@@ -185,7 +191,9 @@ def program(profile: Profile, allow: Sequence[Action], window: Window | None = N
                 span is None,
                 span is not None and span.recorded,
                 tuple(unread[index].items()),
+                tuple(read[index].items()),
                 tuple(returned[index].items()),
+                lent[index],
             )
         )
     groups = tied_calls(profile)
@@ -193,7 +201,10 @@ def program(profile: Profile, allow: Sequence[Action], window: Window | None = N
     for group in groups:
         key = tuple(keys[i] for i in group)
         if key not in shared:
-            found = [_options(profile, i, calls[i], unread[i], returned[i], allow, window) for i in group]
+            found = [
+                _options(profile, i, calls[i], (unread[i], read[i], returned[i], lent[i]), allow, window)
+                for i in group
+            ]
             shared[key] = _worthwhile(found, ways(profile, group))
         for index, options in zip(group, shared[key], strict=True):
             if not options:
@@ -209,7 +220,7 @@ def program(profile: Profile, allow: Sequence[Action], window: Window | None = N
         glue_above=tuple(point.working if point.call < 0 else 0 for point in reference.points),
         floor_bytes=profile.step.resident,
         calls=tuple(calls),
-        boundaries=boundaries(profile),
+        boundaries=made,
         groups=groups,
     )
 
@@ -272,12 +283,12 @@ def _options(
     profile: Profile,
     index: int,
     call: Call,
-    unread: dict[int, int],
-    returned: dict[int, int],
+    tensors: tuple[dict[int, int], dict[int, int], dict[int, int], frozenset[int]],
     allow: Sequence[Action],
     window: Window | None,
 ) -> dict[int, Option]:
-    """The allowed entries of a call's menu."""
+    """The allowed entries of a call's menu. `tensors`: its unread, read, returned and lent ones."""
+    unread, read, returned, lent = tensors
     span = call.span
     kind = profile.kinds[profile.calls[index].kind]
     reference = kind.menu[kind.reference]
@@ -296,11 +307,13 @@ def _options(
             seconds=extra_seconds(span, entry)
             + (window.seconds_per_byte if window else 0) * entry.host_bytes,
             held_bytes=extra_bytes(span, entry, reference, unread),
-            above=tuple(segment_peak(profile.segments[k], entry, reference, returned) for k in call.segments),
+            above=tuple(
+                segment_peak(profile.segments[k], entry, reference, returned, read) for k in call.segments
+            ),
             holds_inputs=frozenset(
                 range(inputs) if entry.mode is Mode.FULL or not inputs else entry.holds_inputs
             ),
-            holds_outputs=frozenset(entry.holds_outputs),
+            holds_outputs=frozenset(entry.holds_outputs) - (lent & {*entry.lends_outputs}),
             host_bytes=entry.host_bytes,
         )
     return found
@@ -382,7 +395,7 @@ def _matrix(problem: Program) -> _Matrix:
         let_go = options + segments + number
         span = problem.calls[boundary.consumer].span
         assert span is not None  # or it would not be among the boundaries
-        _between(changes, span.forward + 1, span.returns - 1, let_go, -boundary.nbytes / scale)
+        _between(changes, span.forward + 1, boundary.last_gone(span), let_go, -boundary.nbytes / scale)
         for index, holds in ((boundary.producer, held_by_producer), (boundary.consumer, held_by_consumer)):
             first = offsets[index]
             holders = [
@@ -484,7 +497,7 @@ def lagrangian_bound(problem: Program, budget_bytes: int, prices: Floats) -> flo
     for boundary in problem.boundaries:
         span = problem.calls[boundary.consumer].span
         if span is not None:
-            price = float(running[span.returns] - running[span.forward + 1]) * boundary.nbytes
+            price = float(running[boundary.last_gone(span) + 1] - running[span.forward + 1]) * boundary.nbytes
             refund.setdefault(boundary.consumer, []).append((boundary, max(price, 0.0)))
     total = -float(prices @ _segment_caps(problem, budget_bytes)) if len(prices) else 0.0
     bought: list[list[float]] = []  # what each option of each call costs then

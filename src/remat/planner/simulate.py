@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from remat.planner.link import LinkUse, SharedLink, hidden_seconds
 from remat.records import Entry, Mode, Phase, Profile, RegionCall, Segment
@@ -41,8 +42,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """One segment of the step. The last six fields add up to `peak_bytes`, absolute on the device.
 
     `parameters` includes buffers and whatever else was resident before the step; `kept` is what regions and
@@ -99,20 +99,34 @@ class Span:
 
 @dataclass(frozen=True)
 class Boundary:
-    """A boundary tensor that may be let go: made by `producer`, read by `consumer` and by no other call."""
+    """A boundary tensor that may be let go: made by `producer`, read by `consumer` and by no other call.
+
+    `sent`: the reader sends it to the host whenever it does not hold it. Then a producer that lends it does
+    not hold it, either, and it comes back in the reader's own peak.
+    """
 
     nbytes: int
     producer: int
     output_position: int
     consumer: int
     input_position: int
+    sent: bool = False
 
     def held(self, producer: Entry, consumer: Entry) -> bool:
         return (
             consumer.mode is Mode.FULL  # the reference: it needs all its inputs to run again
             or self.input_position in consumer.holds_inputs
-            or self.output_position in producer.holds_outputs
+            or self.held_by_producer(producer)
         )
+
+    def held_by_producer(self, producer: Entry) -> bool:
+        if self.sent and self.output_position in producer.lends_outputs:
+            return False
+        return self.output_position in producer.holds_outputs
+
+    def last_gone(self, reader: Span) -> int:
+        """The last segment in which it can be gone."""
+        return reader.backward if self.sent else reader.returns - 1
 
 
 @dataclass(frozen=True)
@@ -166,8 +180,16 @@ def boundaries(profile: Profile) -> tuple[Boundary, ...]:
             continue
         span = recorded[read[0][0]]
         if span is not None and span.recorded:  # without a backward, the reference held nothing to let go
-            found.append(Boundary(nbytes, *made[0], *read[0]))
+            reader, position = read[0]
+            menu = profile.kinds[profile.calls[reader].kind].menu
+            found.append(Boundary(nbytes, *made[0], reader, position, _holds_or_sends(menu, position)))
     return tuple(found)
+
+
+def _holds_or_sends(menu: Sequence[Entry], position: int) -> bool:
+    """Whether every entry that does not hold this input sends it, and one does."""
+    others = [e for e in menu if e.mode is not Mode.FULL and position not in e.holds_inputs]
+    return bool(others) and all(position in entry.fetches_inputs for entry in others)
 
 
 def passing_boundaries(profile: Profile) -> tuple[Passing, ...]:
@@ -197,7 +219,7 @@ def returned_inputs(profile: Profile) -> tuple[dict[int, int], ...]:
     found: tuple[dict[int, int], ...] = tuple({} for _ in profile.calls)
     for boundary in boundaries(profile):
         menu = profile.kinds[profile.calls[boundary.producer].kind].menu
-        if not any(boundary.output_position in entry.holds_outputs for entry in menu):
+        if not boundary.sent and not any(boundary.output_position in entry.holds_outputs for entry in menu):
             found[boundary.consumer][boundary.input_position] = boundary.nbytes
     for passing in passing_boundaries(profile):
         found[passing.consumer][passing.input_position] = passing.nbytes
@@ -211,6 +233,16 @@ def unread_outputs(profile: Profile) -> tuple[dict[int, int], ...]:
     return tuple(
         {p: profile.boundary_bytes[b] for p, b in enumerate(call.outputs) if b not in read}
         for call in profile.calls
+    )
+
+
+def read_outputs(profile: Profile) -> tuple[dict[int, int], ...]:
+    """Per call: position -> bytes of the outputs that other regions read. The measured step has let go of
+    such a tensor when the backward of its reader has ended."""
+    unread = unread_outputs(profile)
+    return tuple(
+        {p: profile.boundary_bytes[b] for p, b in enumerate(call.outputs) if p not in nobody}
+        for call, nobody in zip(profile.calls, unread, strict=True)
     )
 
 
@@ -251,32 +283,28 @@ class Simulator:
         self._boundaries = boundaries(profile)
         self._passing = passing_boundaries(profile)
         self._unread = unread_outputs(profile)
+        self._read = read_outputs(profile)
         self._returned = returned_inputs(profile)
         self._link = SharedLink(profile)
         self._labels = [_label(profile, segment) for segment in profile.segments]
         self._added_at_once = _head_gradients(profile) if profile.chunked else 0
+        self._extras: dict[tuple[int, int], int] = {}  # by call and choice
+        self._peaks: dict[tuple[int, int], int] = {}  # by segment and choice
 
     def run(self, choices: Sequence[int]) -> Timeline:
         profile = self.profile
         if len(choices) != len(profile.calls):
             raise ValueError(f"{len(choices)} choices for {len(profile.calls)} region calls")
         chosen = [menu[choice] for menu, choice in zip(self._menus, choices, strict=True)]
-        extras = [
-            extra_bytes(*of_call)
-            for of_call in zip(self._spans, chosen, self._references, self._unread, strict=True)
-        ]
+        extras = [self._extra_bytes(call, choice) for call, choice in enumerate(choices)]
         shifts = self._shifts(chosen, extras)
         lives_on = self._lives_on(extras)
         link = self._link.use(choices)
         moving = [0] * len(shifts) if link is None else link.level_bytes
         points = []
         gradients = 0  # that exist at the start of the segment, in the measured step
-        for segment, label, shift, held in zip(profile.segments, self._labels, shifts, moving, strict=True):
-            if segment.call < 0:
-                above = max(segment.peak_bytes - segment.start_bytes, 0)
-            else:
-                entry, reference = chosen[segment.call], self._references[segment.call]
-                above = segment_peak(segment, entry, reference, self._returned[segment.call])
+        for number, (segment, shift, held) in enumerate(zip(profile.segments, shifts, moving, strict=True)):
+            above = self._above(number, choices[segment.call] if segment.call >= 0 else -1)
             # Under accumulation all gradients are there from the start. New ones are made and added to them,
             # so their bytes are a part of the segment's own peak, but not of any later level.
             present = gradients
@@ -285,6 +313,7 @@ class Simulator:
             start = profile.step.resident + segment.start_bytes + (present - gradients) + shift + held
             # A loop that says `out = model(batch)` lets go of the last step's when forward returns.
             last = profile.step.outputs + lives_on if segment.phase is Phase.FORWARD else 0
+            label = self._labels[number]
             points.append(_point(profile, label, segment, start + last, above, present, held, last))
             gradients = segment.gradient_bytes
         if profile.step.optimizer_state or profile.step.optimizer_temporary:
@@ -300,6 +329,26 @@ class Simulator:
             + (0.0 if link is None else link.waited_seconds + hidden_seconds(profile, link.host_bytes)),
             link=link,
         )
+
+    def _extra_bytes(self, call: int, choice: int) -> int:
+        key = (call, choice)
+        if key not in self._extras:
+            entry, reference = self._menus[call][choice], self._references[call]
+            self._extras[key] = extra_bytes(self._spans[call], entry, reference, self._unread[call])
+        return self._extras[key]
+
+    def _above(self, number: int, choice: int) -> int:
+        """The peak of a segment above the level at its start."""
+        key = (number, choice)
+        if key not in self._peaks:
+            segment = self.profile.segments[number]
+            if segment.call < 0:
+                self._peaks[key] = max(segment.peak_bytes - segment.start_bytes, 0)
+            else:
+                entry, reference = self._menus[segment.call][choice], self._references[segment.call]
+                returned, read = self._returned[segment.call], self._read[segment.call]
+                self._peaks[key] = segment_peak(segment, entry, reference, returned, read)
+        return self._peaks[key]
 
     def _unadded(self, gradients: int) -> int:
         """Of these new gradients, what waits to be added to those that are there. A compiled graph hands them
@@ -329,7 +378,7 @@ class Simulator:
         for boundary in self._boundaries:
             span = self._spans[boundary.consumer]
             if span is not None and not boundary.held(chosen[boundary.producer], chosen[boundary.consumer]):
-                between(span.forward + 1, span.returns - 1, -boundary.nbytes)
+                between(span.forward + 1, boundary.last_gone(span), -boundary.nbytes)
         for passing in self._passing:
             if not passing.held(chosen[passing.consumer]):
                 between(passing.first, passing.last, -passing.nbytes)
@@ -345,7 +394,9 @@ class Simulator:
         return levels
 
 
-def segment_peak(segment: Segment, entry: Entry, reference: Entry, returned: dict[int, int]) -> int:
+def segment_peak(
+    segment: Segment, entry: Entry, reference: Entry, returned: dict[int, int], read: dict[int, int]
+) -> int:
     """The peak of a region's segment above the level at its start, if the region runs in `entry`."""
     measured = max(segment.peak_bytes - segment.start_bytes, 0)
     if entry == reference:
@@ -354,10 +405,11 @@ def segment_peak(segment: Segment, entry: Entry, reference: Entry, returned: dic
     # gradients of inputs that are summed, allocator rounding): what the reference showed in the step beyond
     # what it showed alone is added to every other entry. Where it showed less, nothing is taken off.
     in_situ = max(measured - _peak_alone(segment, reference), 0)
-    twice = sum(returned.get(position, 0) for position in entry.fetches_inputs)
     if segment.phase is not Phase.BACKWARD:
-        twice = 0
-    return max(_peak_alone(segment, entry) - twice, 0) + in_situ
+        return _peak_alone(segment, entry) + in_situ
+    twice = sum(returned.get(position, 0) for position in entry.fetches_inputs)
+    outputs = sum(read.get(position, 0) for position in entry.holds_outputs)
+    return max(_peak_alone(segment, entry) - twice, 0) + outputs + in_situ
 
 
 def _peak_alone(segment: Segment, entry: Entry) -> int:

@@ -128,7 +128,7 @@ class _Search:
             span = problem.calls[boundary.consumer].span
             assert span is not None  # or it would not be among the boundaries
             bytes_at = np.zeros(points, dtype=np.int64)
-            bytes_at[span.forward + 1 : span.returns] = boundary.nbytes
+            bytes_at[span.forward + 1 : boundary.last_gone(span) + 1] = boundary.nbytes
             reader, maker = group_of[boundary.consumer], group_of[boundary.producer]
             reads = problem.calls[boundary.consumer].options
             makes = problem.calls[boundary.producer].options

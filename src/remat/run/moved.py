@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from remat.run.host import can_host
-from remat.run.offload import Group, Ticket
+from remat.run.offload import Engine, Group, Ticket
 
 __all__ = ["Moved", "MovedSlot", "unmove"]
 
@@ -28,14 +28,18 @@ class Moved:
 
     Several of them may be views of one storage, which is sent once. A tensor that cannot be sent (a subclass,
     another device) stays, and its version is watched as autograd would: hooks switch autograd's check off.
+
+    A region's output that its last operation holds is lent: it stays here as well, until the region that
+    reads it sends that storage to the host. From then on this has a share in the reader's ticket.
     """
 
-    __slots__ = ("_layout", "_ticket", "_version", "name", "tensor")
+    __slots__ = ("__weakref__", "_group", "_layout", "_ticket", "_version", "name", "tensor")
 
     def __init__(self, name: str, tensor: torch.Tensor | None = None) -> None:
         self.name = name
         self.tensor = tensor
         self._ticket: Ticket | None = None
+        self._group: Group | None = None
         self._version = 0
         self._layout: tuple[Sequence[int], Sequence[int], int, torch.dtype] | None = None
 
@@ -59,27 +63,53 @@ class Moved:
 
     def send(self, group: Group) -> None:
         """Let the tensor go; its storage is on its way to the host."""
-        tensor = self.tensor
-        if tensor is None or tensor.device != group.engine.device or not can_host(tensor):
+        if self._may_leave(group.engine):
+            assert self.tensor is not None
+            self._let_go(group.send(self.tensor))
+        else:
             self.keep()
-            return
+
+    def lend(self, engine: Engine, group: Group | None) -> None:
+        """Hold the tensor until somebody else sends its storage. `group`: what its own region sends, which
+        comes back when backward asks for this."""
+        self.keep()
+        if self._may_leave(engine):
+            assert self.tensor is not None
+            self._group = group
+            engine.lend(self, self.tensor)
+
+    def sent_by(self, ticket: Ticket, version: int) -> None:
+        """Somebody has sent the storage as it was at this version: share the ticket, if that is ours."""
+        if self.tensor is not None and version == self._version:
+            self._let_go(ticket)
+
+    def _may_leave(self, engine: Engine) -> bool:
+        return self.tensor is not None and self.tensor.device == engine.device and can_host(self.tensor)
+
+    def _let_go(self, ticket: Ticket) -> None:
+        tensor = self.tensor
+        assert tensor is not None
         self._layout = (tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
-        self._ticket = group.send(tensor)
-        self.tensor = None
+        self._ticket = ticket
+        self.tensor = None  # last: another thread may ask meanwhile
 
     def get(self) -> torch.Tensor:
         """The tensor, on the device: for reading only."""
-        if self._ticket is not None:
+        tensor = self.tensor
+        if tensor is None:
+            assert self._ticket is not None
             assert self._layout is not None
-            return self._ticket.get(*self._layout)
-        assert self.tensor is not None
-        if self.tensor._version != self._version:
+            found = self._ticket.get(*self._layout)
+            if self._group is not None:
+                self._group.reach()
+            return found
+        if tensor._version != self._version:
             raise RuntimeError(
                 f"{self.name}: one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: it is at version {self.tensor._version}; expected version "
+                f"inplace operation: it is at version {tensor._version}; expected version "
                 f"{self._version} instead"
             )
-        return self.tensor
+        return tensor
 
 
 def unmove(moved: Moved) -> torch.Tensor:

@@ -3,6 +3,7 @@
     engine = Engine(device, in_flight_limit_bytes=...)   one per device
     group = engine.group(order)                          one per region call of one graph
     ticket = group.send(tensor)                          one per storage; the caller lets its tensor go
+    engine.lend(lender, tensor)                          lets its tensor go when somebody sends the storage
     tensor = ticket.get(shape, stride, offset, dtype)    in backward
 
 Out. A copy starts on its own stream once the producing stream has got there. The engine holds the device
@@ -30,9 +31,10 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -48,10 +50,16 @@ from remat.run.slabs import SLAB_BYTES, Extent, Slabs, aligned
 from remat.run.tickets import DeviceCopy, Flight, Group, Stored, Ticket
 from remat.units import format_bytes
 
-__all__ = ["HOST_SHARE", "Counts", "Engine", "Group", "Ticket"]
+__all__ = ["HOST_SHARE", "Counts", "Engine", "Group", "Lender", "Ticket"]
 
 HOST_SHARE = 0.5  # of the available host memory, unless a limit is given
 _GROUPS_AT_WORK = 2  # backward of one group may still run when the next one is reached
+
+
+class Lender(Protocol):
+    """Whoever holds a tensor only until its storage is sent."""
+
+    def sent_by(self, ticket: Ticket, version: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -131,6 +139,9 @@ class Engine:
         self._wanted: deque[Stored] = deque()
         self._inbound: dict[Stored, None] = {}
         self._inbound_bytes = self._peak_inbound_bytes = 0
+
+        self._lenders: dict[Hashable, list[weakref.ref[Lender]]] = {}  # by storage
+        self._lenders_gone: deque[Hashable] = deque()
 
         self._dead: deque[Stored] = deque()
         self._peak_used_bytes = 0
@@ -214,6 +225,29 @@ class Engine:
         """For one region call. `order` grows along one forward pass: that is how neighbours are known."""
         return Group(self, order)
 
+    def lend(self, lender: Lender, tensor: Tensor) -> None:
+        """`lender` holds this tensor. It is told when the storage is sent, as long as it lives."""
+        key = storage_ref(tensor)
+        with self._lock:
+            self._forget_lenders()
+            gone = self._lenders_gone
+            reference = weakref.ref(lender, lambda _: gone.append(key))  # any thread, any time: only a note
+            self._lenders.setdefault(key, []).append(reference)
+
+    def _forget_lenders(self) -> None:
+        while self._lenders_gone:
+            key = self._lenders_gone.popleft()
+            left = [reference for reference in self._lenders.get(key, ()) if reference() is not None]
+            if left:
+                self._lenders[key] = left
+            else:
+                self._lenders.pop(key, None)
+
+    def last_group(self) -> Group | None:
+        """The one that this thread sent last, if it lives."""
+        last: weakref.ref[Group] | None = getattr(self._local, "last", None)
+        return None if last is None else last()
+
     def settle(self) -> None:
         """Hold no device memory for copies to the host: streams wait for them from here on."""
         with self._lock:
@@ -249,16 +283,19 @@ class Engine:
             self._link_to_previous(group)
             ticket = Ticket(group, self._start_flight(tensor))
             group._tickets[key] = weakref.ref(ticket)
+            for reference in self._lenders.pop(key[0], ()):
+                lender = reference()
+                if lender is not None:
+                    lender.sent_by(ticket, tensor._version)
             self._settle(self._limit)
             return ticket
 
     def _link_to_previous(self, group: Group) -> None:
         if group._tickets:
             return
-        last: weakref.ref[Group] | None = getattr(self._local, "last", None)
-        found = None if last is None else last()
-        if found is not None and found.order < group.order:
-            group._previous = last
+        last = self.last_group()
+        if last is not None and last.order < group.order:
+            group._previous = weakref.ref(last)
         self._local.last = weakref.ref(group)
 
     def _start_flight(self, tensor: Tensor) -> Stored:
@@ -326,10 +363,18 @@ class Engine:
             self._bury()
             reached = self._reach(ticket.group)
             data = self._present(ticket._stored)
-            for group in reached:
-                self._want(group)
-            self._pump()
+            self._fetch_for(reached)
             return data
+
+    def _come_to(self, group: Group) -> None:
+        with self._lock:
+            self._bury()
+            self._fetch_for(self._reach(group))
+
+    def _fetch_for(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            self._want(group)
+        self._pump()
 
     def _present(self, stored: Stored) -> Tensor:
         """The bytes on the device, ready for the current stream."""

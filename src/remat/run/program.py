@@ -46,8 +46,8 @@ class Program:
     or gives the number of the first one that is not as captured. `rows(frame, kept)` deals them out to the
     slots (run.holders). `hook(nodes, rows, pack)` puts the rows in, in order, and gives `pack` the tensors
     that were there; `differs(tensors)` is the number of the first that is not as captured, or None.
-    `move(nodes, moved, unmove)` puts in what stands for saved tensors that go to the host. Pickled as what
-    it was compiled from.
+    `move(nodes, moved, unmove)` puts in what stands for saved tensors that go to the host, and then for those
+    that are lent. Pickled as what it was compiled from.
     """
 
     find: Callable[[list[torch.Tensor]], Any]
@@ -57,6 +57,7 @@ class Program:
     differs: Callable[[list[torch.Tensor]], int | None]
     move: Callable[[Any, list[Any], Any], None]
     moved: tuple[MovedSlot, ...]  # saved tensors that go to the host
+    lent: tuple[MovedSlot, ...]  # outputs among them that stay until whoever reads them sends them
     moved_taps: tuple[int, ...]  # kept tensors that rebuilding reads from the host
     send_order: tuple[int, ...]  # of `moved` and then `moved_taps`, as their storages come in forward
     slots: tuple[Slot, ...]

@@ -134,7 +134,8 @@ class _Compiler:
         self._emit_rows(needs)
         self._emit_hook(dropped)
         self._emit_differs(dropped)
-        self._emit_move(moved)
+        lent = self._lent_slots()
+        self._emit_move([*moved, *lent])
         self._emit_collect()
         self._emit_find()
         text = "\n".join(self.lines)
@@ -150,6 +151,7 @@ class _Compiler:
             differs=self.names["differs"],
             move=self.names["move"],
             moved=tuple(self._moved_slot(saved) for saved in moved),
+            lent=tuple(self._moved_slot(saved) for saved in lent),
             moved_taps=taps,
             send_order=self._send_order(moved, taps),
             slots=slots,
@@ -252,6 +254,13 @@ class _Compiler:
                     f"{saved.attribute} of node {saved.node} was written to after it was saved"
                 )
         return found
+
+    def _lent_slots(self) -> list[Saved]:
+        """Outputs that autograd holds and no replay reads."""
+        read = {self.graph.values[tap.value].storage for tap in self.taps}
+        lent = self.graph.saved_outputs & self.kept - self.moved - read
+        values = self.graph.values
+        return [s for s in self.graph.saved if values[s.value].storage in lent and values[s.value].held]
 
     def _moved_slot(self, saved: Saved) -> MovedSlot:
         meta = self.graph.values[saved.value]

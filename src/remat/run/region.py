@@ -294,8 +294,8 @@ class PlannedRegion:
         except (AttributeError, IndexError, KeyError, TypeError, RuntimeError) as error:
             return f"the autograd graph is not the one captured ({type(error).__name__}: {error})"
         moved: list[Moved] = []
-        if program.send_order and self.engine is not None:
-            moved = [Moved(self.name) for _ in program.moved]
+        if self.engine is not None and (program.send_order or program.lent):
+            moved = [Moved(self.name) for _ in (*program.moved, *program.lent)]
         taps = [Moved(self.name, kept[tap]) for tap in program.moved_taps]
         if taps:
             kept = _with_taps(kept, program.moved_taps, taps)
@@ -314,10 +314,14 @@ class PlannedRegion:
         dropped.clear()  # the hooks know this list
         if problem:
             return problem
-        if self.engine is not None and program.send_order:
-            group, together = self.engine.group(self.place), (*moved, *taps)
-            for number in program.send_order:
-                together[number].send(group)
+        if self.engine is not None:
+            group = self.engine.group(self.place) if program.send_order else None
+            for lent in moved[len(program.moved) :]:
+                lent.lend(self.engine, group)
+            if group is not None:
+                together = (*moved[: len(program.moved)], *taps)
+                for number in program.send_order:
+                    together[number].send(group)
         return ""
 
     def _hook(
@@ -342,7 +346,7 @@ class PlannedRegion:
             slot = program.slots[place]
             return f"{slot.label} ({slot.source}) has another shape, stride or dtype now"
         if moved:
-            for expected, one in zip(program.moved, moved, strict=True):
+            for expected, one in zip((*program.moved, *program.lent), moved, strict=True):
                 if not one.is_as_captured(expected):
                     return f"{expected.label} has another shape, stride or dtype now"
         return self._shadow(program, rows, dropped) if self.shadow and rows else ""

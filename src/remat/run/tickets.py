@@ -130,6 +130,10 @@ class Group:
         """
         return self.engine._send(self, tensor)
 
+    def reach(self) -> None:
+        """Backward has come to this group's region: what it sent is fetched, and what was sent before it."""
+        self.engine._come_to(self)
+
     def prefetch(self) -> None:
         """Start to bring back what is not on the device, within the limit. `get` does it by itself, too."""
         self.engine._prefetch(self)

@@ -14,6 +14,7 @@ from remat.errors import BudgetError
 from remat.planner import link, proposals
 from remat.planner.bounds import least_budget, time_lower_bound
 from remat.planner.link import link_use
+from remat.planner.program import Window, program
 from remat.planner.proposals import Proposal, _may_fit
 from remat.planner.schedule import keep_everything, schedule
 from remat.planner.simulate import Simulator, simulate, spans
@@ -214,8 +215,25 @@ def test_alike_regions_share_the_link(monkeypatch: pytest.MonkeyPatch, held: int
     assert plan == schedule(p, budget, allow=ALL)  # the same every time
     assert plan.plain_seconds == simulate(p, keep_everything(p)).seconds
     monkeypatch.setattr(proposals, "_MOST_EXCHANGES", 0)
+    shared_out = schedule(p, budget, allow=ALL)
+    monkeypatch.setattr(proposals, "shares_of_link", lambda profile: ())
     alone = schedule(p, budget, allow=ALL)
-    assert plan.predicted_seconds < 0.998 * alone.predicted_seconds
+    assert plan.predicted_seconds <= shared_out.predicted_seconds < 0.993 * alone.predicted_seconds
+
+
+def test_the_link_is_shared_out_by_what_it_carries_in_forward() -> None:
+    p = alike(3)
+    each, every_second = link.shares_of_link(p)
+    assert each == (int(1.15 * 54 * 3.0),) * 3
+    assert every_second == (2 * 1.15 * 54 * 3.0 // 1, 0, 2 * 1.15 * 54 * 3.0 // 1)
+    assert link.shares_of_link(dataclasses.replace(p, link=None)) == ()
+    window = Window(200, caps=each)
+    assert window.lets(0, 186)
+    assert not window.lets(0, 187)
+    assert not Window(100, caps=each).lets(0, 186)
+    menu = p.kinds[0].menu
+    sent = {menu[o.entry].host_bytes for call in program(p, ALL, window).calls for o in call.options}
+    assert 0 < max(sent) <= 186 < max(entry.host_bytes for entry in menu)
 
 
 def on_cuda(p: Profile) -> Profile:

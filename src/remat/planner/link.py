@@ -36,12 +36,14 @@ __all__ = [
     "host_bytes",
     "link_use",
     "pieces",
+    "shares_of_link",
     "window_bytes",
 ]
 
 # Copies that nobody waits for take their share of the device's memory from compute: 0.65 to 0.85 ms per GB,
 # there and back, on an H200 (the same plans with a link that takes no time, benchmarks/offload.py).
 _HIDDEN_SECONDS_PER_BYTE = 0.75e-12
+_A_LITTLE_MORE = 1.15  # than it carries: storages are large, and a short wait may cost less than a replay
 
 
 class LinkPoint(NamedTuple):
@@ -123,6 +125,22 @@ def host_bytes(profile: Profile, choices: Sequence[int]) -> int:
 def hidden_seconds(profile: Profile, nbytes: int) -> float:
     """What so many bytes on the host cost a step, though nobody waits for them. A simulated link is free."""
     return _HIDDEN_SECONDS_PER_BYTE * nbytes if profile.environment.device.startswith("cuda") else 0.0
+
+
+def shares_of_link(profile: Profile) -> tuple[tuple[int, ...], ...]:
+    """Ways to share the link out among calls, in bytes that each may send: to each what it carries during
+    that call's own forward, or to every second of a kind twice as much, for what is sent as a whole."""
+    if profile.link is None:
+        return ()
+    steps = SharedLink(profile)
+    rate = profile.link.d2h_bytes_per_second
+    numbers: dict[int, int] = {}  # calls of each kind so far
+    found: list[tuple[int, int]] = []
+    for call, seconds in zip(profile.calls, steps.forward_seconds, strict=True):
+        number = numbers[call.kind] = numbers.get(call.kind, -1) + 1
+        carried = int(_A_LITTLE_MORE * rate * seconds)
+        found.append((carried, 0 if number % 2 else 2 * carried))
+    return tuple(zip(*found, strict=True)) if found else ()
 
 
 def _chosen(profile: Profile, choices: Sequence[int]) -> list[Entry]:

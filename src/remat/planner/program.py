@@ -96,6 +96,10 @@ class Window:
 
     nbytes: int
     seconds_per_byte: float = 0.0
+    caps: tuple[int, ...] = ()  # what each call may send, if that is limited
+
+    def lets(self, call: int, nbytes: int) -> bool:
+        return nbytes <= self.nbytes and (not self.caps or nbytes <= self.caps[call])
 
 
 def window_sizes(profile: Profile) -> tuple[int, ...]:
@@ -194,6 +198,7 @@ def program(profile: Profile, allow: Sequence[Action], window: Window | None = N
                 tuple(read[index].items()),
                 tuple(returned[index].items()),
                 lent[index],
+                window.caps[index] if window is not None and window.caps else None,
             )
         )
     groups = tied_calls(profile)
@@ -300,7 +305,7 @@ def _options(
             continue
         if entry.host_bytes and (span is None or not span.recorded):
             continue  # it never comes back: nothing is gained
-        if window is not None and entry.host_bytes > window.nbytes:
+        if window is not None and not window.lets(index, entry.host_bytes):
             continue
         found[number] = Option(
             entry=number,

@@ -19,7 +19,7 @@ import numpy as np
 from remat.errors import InputError
 from remat.planner.bounds import entries, least_choices
 from remat.planner.chain import Chain, chain, fastest
-from remat.planner.link import hidden_seconds, host_bytes
+from remat.planner.link import hidden_seconds, host_bytes, shares_of_link
 from remat.planner.program import Program, Window, memory_prices, program, solve_milp, window_sizes
 from remat.planner.simulate import Simulator, Span, Timeline, spans
 from remat.planner.tied import fastest_tied
@@ -29,10 +29,9 @@ __all__ = ["Proposal", "exchanged", "polished", "proposals", "rank"]
 
 # Seconds that a byte costs, in units of the time that the link takes for it. Copies that are hidden cost at
 # least this, so that of plans that are as fast those that send less are proposed. Where the simulator sees
-# waits, the link is what is scarce, and its price is sought between that and the highest.
+# waits, the link is scarce: then also plans in which regions send no more than it carries, and higher prices.
 _HIDDEN_PRICE = 0.02
-_HIGHEST_PRICE = 1.0
-_PRICES = 3  # tried on the way
+_WAITING_PRICES = (0.3, 1.0)
 _SCARCE_PRICES = 8  # prices tried, up to one at which nothing is sent, where the host has too little memory
 _ROUNDS = 4  # how often the solver is asked again with the room that the simulator saw
 _WORTHWHILE = 1e-3  # of the budget: less room than this is not asked for
@@ -58,22 +57,17 @@ def proposals(profile: Profile, budget_bytes: int, allow: Sequence[Action]) -> I
     seconds = 0.0 if profile.link is None else 1 / profile.link.d2h_bytes_per_second
     hidden = max(_HIDDEN_PRICE * seconds, hidden_seconds(profile, 1))
     for nbytes in window_sizes(profile):
-        most = 0
-        low, high = hidden, max(_HIGHEST_PRICE * seconds, hidden)
-        price = low
-        for _ in range(1 + _PRICES):
-            waits = False
-            for proposal in _of_window(profile, budget_bytes, allow, Window(nbytes, price)):
-                waits |= _waits(proposal)
-                most = max(most, proposal.host_bytes)
-                yield proposal
-            if price == low and not waits:
-                break
-            low, high = (price, high) if waits else (low, price)
-            price = math.sqrt(low * high)
-        scarce = profile.host_limit_bytes is not None and most > profile.host_limit_bytes
-        for price in _scarce_prices(profile) if scarce else ():
-            yield from _of_window(profile, budget_bytes, allow, Window(nbytes, price))
+        first = list(_of_window(profile, budget_bytes, allow, Window(nbytes, hidden)))
+        yield from first
+        others = []
+        if any(map(_waits, first)):
+            others += [Window(nbytes, hidden, caps) for caps in shares_of_link(profile)]
+            others += [Window(nbytes, price * seconds) for price in _WAITING_PRICES]
+        most = max((proposal.host_bytes for proposal in first), default=0)
+        if profile.host_limit_bytes is not None and most > profile.host_limit_bytes:
+            others += [Window(nbytes, price) for price in _scarce_prices(profile)]
+        for window in others:
+            yield from _of_window(profile, budget_bytes, allow, window)
 
 
 def _waits(proposal: Proposal) -> bool:
@@ -240,16 +234,12 @@ def _may_fit(best: Proposal, span: Span | None, now: Entry, other: Entry, budget
     return all(point.peak_bytes - point.moving + more <= budget_bytes for point in between)
 
 
-def rank(profile: Profile, proposal: Proposal, budget_bytes: int, *, waits: bool = True) -> tuple[float, ...]:
-    """Smaller is better: within the host's memory and the budget, then faster, then less over the link.
-    `waits=False`: as if nobody waited for the link."""
+def rank(profile: Profile, proposal: Proposal, budget_bytes: int) -> tuple[float, ...]:
+    """Smaller is better: within the host's memory and the budget, then faster, then less over the link."""
     timeline = proposal.timeline
-    seconds = timeline.seconds
-    if not waits and timeline.link is not None:
-        seconds -= timeline.link.waited_seconds
     limit = proposal.host_bytes if profile.host_limit_bytes is None else profile.host_limit_bytes
     over_host, over = max(proposal.host_bytes - limit, 0), max(timeline.peak_bytes - budget_bytes, 0)
-    return over_host, over, seconds, proposal.host_bytes, timeline.peak_bytes
+    return over_host, over, timeline.seconds, proposal.host_bytes, timeline.peak_bytes
 
 
 def _of_window(

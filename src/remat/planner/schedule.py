@@ -206,14 +206,10 @@ def _solve_general(
 
 def _fastest_with_link(profile: Profile, budget_bytes: int, allow: tuple[Action, ...], polish: bool) -> Plan:
     """The best of several proposals, and of the plan without offload, as the simulator judges them."""
-    found = list(proposals(profile, budget_bytes, allow))
+    found = proposals(profile, budget_bytes, allow)
     best = min(found, key=lambda proposal: rank(profile, proposal, budget_bytes))
     if polish or best.timeline.peak_bytes > budget_bytes:
-        # One that waits for the link now and then may be the better start: others can send less there.
-        hopeful = min(found, key=lambda proposal: rank(profile, proposal, budget_bytes, waits=False))
-        starts = {start.choices: start for start in (best, hopeful)}
-        polishes = (polished(profile, budget_bytes, allow, start) for start in starts.values())
-        best = min(polishes, key=lambda proposal: rank(profile, proposal, budget_bytes))
+        best = polished(profile, budget_bytes, allow, best)
     if best.timeline.peak_bytes > budget_bytes:
         raise _out_of_reach(profile, budget_bytes, best.timeline, allow)
     return _with_link(profile, best.choices, budget_bytes, allow)

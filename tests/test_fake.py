@@ -11,6 +11,7 @@ from remat.run.rng import RandomState
 from remat.trace.capture import capture
 from remat.trace.fake import OpSeconds, build, faking, new_mode, without_memory
 from remat.trace.flops import flops_of
+from remat.trace.joint import _share_out_rows
 
 
 def test_random_state_can_be_compared_while_tensors_are_fake():
@@ -55,6 +56,30 @@ def test_attention_on_the_host_counts_its_flops():
         causal = seen["aten::_scaled_dot_product_flash_attention_for_cpu"]
     assert whole == 2 * (2 * 2 * 3 * 16 * 16 * 8)
     assert causal == whole // 2
+
+
+def test_products_by_groups_count_their_flops():
+    op = torch.ops.aten._grouped_mm.default
+    rows, batch, square = torch.empty(64, 8), torch.empty(4, 8, 16), torch.empty(8, 16)
+    assert flops_of(op, (rows, batch), {}, None) == 2 * 64 * 8 * 16
+    assert flops_of(op, (torch.empty(4, 64, 8), batch), {}, None) == 4 * 2 * 64 * 8 * 16
+    assert flops_of(op, (torch.empty(4, 64, 8), square), {}, None) == 2 * 64 * 8 * 16
+
+
+def test_products_by_groups_are_timed_with_rows_in_every_group():
+    op = torch.ops.aten._grouped_mm.default
+    for left, right, ends in [
+        ((64, 8), (4, 8, 16), [16, 32, 48, 64]),  # rows
+        ((64, 8), (8, 16), [2, 4, 6, 8]),  # what is summed over
+        ((4, 64, 8), (8, 16), [4, 8, 12, 16]),  # columns
+    ]:
+        offs = torch.zeros(4, dtype=torch.int32)
+        _share_out_rows(op, (torch.empty(left), torch.empty(right)), {"offs": offs})
+        assert offs.tolist() == ends
+        offs.zero_()
+        _share_out_rows(op, (torch.empty(left), torch.empty(right), offs), {})
+        assert offs.tolist() == ends
+    _share_out_rows(torch.ops.aten.mm.default, (torch.empty(2, 2), torch.empty(2, 2)), {})
 
 
 # ----------------------------------------------------------------------------------------- without memory

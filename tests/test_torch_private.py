@@ -6,6 +6,7 @@ import gc
 import inspect
 import weakref
 from typing import Any
+from unittest.mock import patch
 from uuid import uuid4
 
 import pytest
@@ -353,6 +354,31 @@ def test_the_gradient_of_an_embedding_is_not_taken_apart(
     (found,) = torch.autograd.grad(torch.compile(looked_up, backend=backend)(ids, table).sum(), table)
     assert ("aten.embedding_dense_backward.default" in targets) == can_be_told
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method")
+@pytest.mark.skipif(bool(private.compiler_problem("cpu")), reason="no C++ compiler")
+def test_rows_and_columns_are_not_summed_up_in_one_kernel() -> None:
+    """It gives wrong gradients. Forward and backward are compiled without it, and it is on again after."""
+    from torch._inductor import config, graph
+
+    seen = []
+    really = graph.GraphLowering.run
+
+    def run(self: Any, *args: Any) -> Any:
+        seen.append(config.triton.mix_order_reduction)
+        return really(self, *args)
+
+    def backend(module: Any, inputs: Any) -> Any:
+        return private.compile_joint(module, inputs, lambda *_: {}, uuid4().hex, "inductor")
+
+    before = config.triton.mix_order_reduction
+    assert private.sound_options() == {"triton.mix_order_reduction": False}
+    with patch.object(graph.GraphLowering, "run", run):
+        x = torch.randn(3, requires_grad=True)
+        torch.compile(lambda x: x.sin().tanh(), backend=backend)(x).sum().backward()
+    assert seen == [False, False]
+    assert config.triton.mix_order_reduction == before
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method")

@@ -31,7 +31,7 @@ from remat.records import Recipe, RegionGraph
 from remat.run.meter import SavedBytes, storages_of
 from remat.run.onegraph import blocks_in, blocks_of, placed_decisions
 from remat.run.replay import overload
-from remat.trace.joint import Joint, kept_labels, labels, read_joint
+from remat.trace.joint import Joint, kept_labels, labels, read_joint, with_stock
 from remat.trace.record import RANDOM
 from remat.trees import tensors
 
@@ -137,7 +137,8 @@ class CompiledBlock:
         contexts = functools.partial(create_selective_checkpoint_contexts, [overload(name) for name in names])
         stock = self.backend.removeprefix(PUBLIC)
         self.graphs += 1
-        return _compiled(self.key, stock, functools.partial(_selectively, contexts))
+        options = private.sound_options() if stock == DEFAULT_BACKEND else None
+        return _compiled(self.key, stock, functools.partial(_selectively, contexts), options=options)
 
     def _compile(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The backend that dynamo calls with what it captured."""
@@ -187,6 +188,7 @@ def _compiled(
     around: Callable[..., Any] | None = None,
     *,
     fullgraph: bool = True,
+    options: dict[str, Any] | None = None,
 ) -> Callable[..., Any]:
     def run_block(
         forward: Callable[..., Any], bound: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -202,6 +204,7 @@ def _compiled(
         backend=backend,
         fullgraph=fullgraph,
         dynamic=None,
+        options=options,
     )
 
 
@@ -271,7 +274,9 @@ def probe(
             joint: fx.GraphModule, static: Sequence[int], outputs: int, stock: private.Stock
         ) -> Mapping[fx.Node, bool]:
             places = [_place(inputs, tensor) for tensor in given]
-            found.append(read_joint(joint, parameters | set(static), outputs, places))
+            seen = read_joint(joint, parameters | set(static), outputs, places)
+            found.append(seen)
+            found[0] = with_stock(seen, stock)
             raise _SeenError
 
         return private.compile_joint(graph, inputs, decide, f"probe {id(found)}", backend)

@@ -45,7 +45,7 @@ from remat.run.compiled import decompiled, is_compiled, probe, saved_bytes
 from remat.run.wrap import wrapped
 from remat.trace.discover import find_blocks
 from remat.trace.fusion import compiled_share
-from remat.trace.joint import kept_labels, price_joint
+from remat.trace.joint import price_joint
 from remat.wholestep import as_in_steps
 
 CPU = torch.device("cpu")
@@ -853,40 +853,6 @@ def test_chosen_sets_lie_on_the_lower_hull() -> None:
     assert points == sorted(points, reverse=True, key=lambda point: point[0])
     for (x0, y0), (x1, y1), (x2, y2) in zip(points, points[1:], points[2:], strict=False):
         assert (y1 - y0) * (x2 - x0) >= (y2 - y0) * (x1 - x0) - 1e-12 * abs(x2 - x0)
-
-
-class Sorting(nn.Module):
-    """Sorts and picks: cheap as far as bytes tell, and yet nothing that the compiler would do twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.router = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.a(x).tanh()
-        y = y[y.sum(-1).argsort(-1)]
-        y = y * self.router(y).softmax(-1).topk(2, -1).values.sum(-1, keepdim=True)
-        return x + self.b(y.sin() * y.cumsum(0))
-
-
-def test_what_the_compiler_itself_would_save_is_offered_where_it_is_more() -> None:
-    torch.manual_seed(0)
-    block, x = Sorting(), torch.randn(64, 32, requires_grad=True)
-    joint = price_joint(probe(block, block.forward, (x,), {}, "aot_eager"), CPU)
-    ours = chosen_sets(replace(joint, stock=()))
-    own, *others = chosen_sets(joint)
-    assert len(others) == 3
-    assert (others[0], others[-1]) == (ours[0], ours[-1])
-    assert own.resident_bytes > 1.05 * ours[0].resident_bytes
-    stock = {joint.graph.ops[index].name for index in joint.stock}
-    assert "aten.sort.default" in stock
-    assert not any(joint.graph.ops[index].name == "aten.sort.default" for index in own.replayed)
-    assert chosen_sets(joint, 3) == chosen_sets(replace(joint, stock=()), 3), "of few, the best"
-    expected = torch.autograd.grad(block(x).square().sum(), [x, *block.parameters()])
-    run = compiled.compiled_block("sorting", kept_labels(joint.graph, own), "aot_eager")
-    found = torch.autograd.grad(run(block, block.forward, (x,), {}).square().sum(), [x, *block.parameters()])
-    for ours_, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours_, theirs)
 
 
 @pytest.mark.parametrize("launch_bound", [False, True])

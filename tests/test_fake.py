@@ -80,6 +80,7 @@ def test_products_by_groups_are_timed_with_rows_in_every_group():
         _share_out_rows(op, (torch.empty(left), torch.empty(right), offs), {})
         assert offs.tolist() == ends
     _share_out_rows(torch.ops.aten.mm.default, (torch.empty(2, 2), torch.empty(2, 2)), {})
+    _share_out_rows(torch.ops.higher_order.flex_attention, (torch.empty(2, 2),), {})  # has no schema
 
 
 # ----------------------------------------------------------------------------------------- without memory

@@ -145,8 +145,7 @@ def chosen_sets(joint: Joint, most: int | None = None, hidden_bytes: int = 0) ->
     """The saved sets to compile, from most to least bytes: corners of the lower hull of bytes and seconds.
 
     Layers may differ in their saved set, so that every point on a line between two sets can be had: what lies
-    above such a line is of no use. `hidden_bytes` of each can wait on the host for nothing. Where the
-    compiler itself would save more than any of them, its own set comes first: it may know why.
+    above such a line is of no use. `hidden_bytes` of each can wait on the host for nothing.
     """
     levels = [level / _LEVELS for level in range(_LEVELS, -1, -1)]
     sought = recipes(joint.graph, levels=levels, keep_seconds=joint.keep_seconds)
@@ -167,26 +166,9 @@ def chosen_sets(joint: Joint, most: int | None = None, hidden_bytes: int = 0) ->
             hull.append(point)
     while hidden_bytes and len(hull) > 2 and hull[1][0] - hull[0][0] < _NOTHING_GAINED * hull[-1][0]:
         hull.pop(0)
-    own = _own_set(joint) if most is None else None
-    if own is not None and own.resident_bytes <= (1 + _PADDING) * found[hull[-1][2]].resident_bytes:
-        own = None
-    while len(hull) > (most or _VARIANTS) - (own is not None):
+    while len(hull) > (most or _VARIANTS):
         hull.pop(min(range(1, len(hull) - 1), key=lambda i: _lost(hull[i - 1], hull[i], hull[i + 1])))
-    sets = tuple(found[point[2]] for point in reversed(hull))
-    return sets if own is None else (own, *sets)
-
-
-def _own_set(joint: Joint) -> Recipe | None:
-    """What the compiler would save, if that is known and enough."""
-    graph = joint.graph
-    if not joint.stock:
-        return None
-    kept = {i for i, storage in enumerate(graph.storages) if storage.role is Role.INPUT}
-    kept |= {graph.values[v].storage for op in joint.stock for v in graph.ops[op].outputs}
-    try:
-        return _whole(graph, finish(graph, kept))
-    except ValueError:  # it saves a view of something, or what only backward computes
-        return None
+    return tuple(found[point[2]] for point in reversed(hull))
 
 
 def _weight(resident_bytes: int, hidden_bytes: int) -> int:

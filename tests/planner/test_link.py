@@ -221,6 +221,15 @@ def test_alike_regions_share_the_link(monkeypatch: pytest.MonkeyPatch, held: int
     assert plan.predicted_seconds <= shared_out.predicted_seconds < 0.993 * alone.predicted_seconds
 
 
+def test_where_nothing_but_sending_is_allowed_a_slow_link_is_waited_for() -> None:
+    p = blocks(4, link=LinkRates(1.0, 1.0, 1.0, 1.0))
+    menu = list(p.kinds[0].menu)
+    menu[1] = dataclasses.replace(menu[1], recipe=Recipe(kept=(0,), dropped=(), replayed=(), offloaded=(0,)))
+    p = dataclasses.replace(p, kinds=(dataclasses.replace(p.kinds[0], menu=tuple(menu)),))
+    plan = schedule(p, 10_000, allow=(Action.OFFLOAD,))
+    assert all(plan.entry(call).host_bytes == 40 for call in range(4))
+
+
 def test_the_link_is_shared_out_by_what_it_carries_in_forward() -> None:
     p = alike(3)
     each, every_second = link.shares_of_link(p)

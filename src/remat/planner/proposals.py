@@ -67,7 +67,8 @@ def proposals(profile: Profile, budget_bytes: int, allow: Sequence[Action]) -> I
         if profile.host_limit_bytes is not None and most > profile.host_limit_bytes:
             others += [Window(nbytes, price) for price in _scarce_prices(profile)]
         for window in others:
-            yield from _of_window(profile, budget_bytes, allow, window)
+            with suppress(InputError):  # a call may do nothing but send, and not so much
+                yield from _of_window(profile, budget_bytes, allow, window)
 
 
 def _waits(proposal: Proposal) -> bool:

@@ -31,7 +31,7 @@ from remat.records import Recipe, RegionGraph
 from remat.run.meter import SavedBytes, storages_of
 from remat.run.onegraph import blocks_in, blocks_of, placed_decisions
 from remat.run.replay import overload
-from remat.trace.joint import Joint, kept_labels, labels, read_joint, with_stock
+from remat.trace.joint import Joint, kept_labels, labels, read_joint
 from remat.trace.record import RANDOM
 from remat.trees import tensors
 
@@ -274,9 +274,7 @@ def probe(
             joint: fx.GraphModule, static: Sequence[int], outputs: int, stock: private.Stock
         ) -> Mapping[fx.Node, bool]:
             places = [_place(inputs, tensor) for tensor in given]
-            seen = read_joint(joint, parameters | set(static), outputs, places)
-            found.append(seen)
-            found[0] = with_stock(seen, stock)
+            found.append(read_joint(joint, parameters | set(static), outputs, places))
             raise _SeenError
 
         return private.compile_joint(graph, inputs, decide, f"probe {id(found)}", backend)

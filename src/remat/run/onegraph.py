@@ -12,6 +12,7 @@ and without the head; blocks are known by their paths below it.
 from __future__ import annotations
 
 import functools
+import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from typing import Any
 from torch import fx, nn
 
 from remat.records import Recipe, RegionGraph
-from remat.trace.joint import Joint, kept_labels, labels, made_bytes, maker, readers, shown
+from remat.trace.joint import Joint, is_view, kept_labels, labels, made_bytes, readers
 
 __all__ = [
     "KeptOf",
@@ -137,8 +138,8 @@ def placed_decisions(
     blocks = blocks_of(keep)
     home = {node: _block_of(node, blocks) for node in joint.nodes}
     always = {node: True for op, node in zip(joint.graph.ops, joint.nodes, strict=True) if not op.replayable}
-    saved = {shown(node) for node in stock(always)}
-    chosen = {maker(node) for node in saved}
+    saved = {_shown(node) for node in stock(always)}
+    chosen = {_maker(node) for node in saved}
     left = _left_to_compiler(keep, home, saved)
     found = {node: False for node in joint.backward if _block_of(node, blocks) not in ("", *left)}
     pairs = list(zip(joint.graph.ops, joint.nodes, strict=True))
@@ -167,7 +168,7 @@ def _left_to_compiler(
         name, _, label = place.partition(_PLACE)
         if label.startswith(_OWN):
             most[name] = int(label.removeprefix(_OWN))
-    inside = (node for node in saved if home.get(maker(node)) in most and not _leaves(node, home))
+    inside = (node for node in saved if home.get(_maker(node)) in most and not _leaves(node, home))
     return (
         frozenset(most)
         if sum(map(made_bytes, inside)) <= (1 + _PADDING) * sum(most.values())
@@ -177,8 +178,20 @@ def _left_to_compiler(
 
 def _leaves(node: fx.Node, home: Mapping[fx.Node, str]) -> set[str]:
     """The other parts of forward that read it."""
-    here = home[maker(node)]
+    here = home[_maker(node)]
     return {home.get(reader, here) for reader in readers(node)} - {here}
+
+
+def _shown(node: fx.Node) -> fx.Node:
+    """What a view shows."""
+    while node.op == "call_function" and is_view(_maker(node).target):
+        node = next(iter(_maker(node).all_input_nodes))
+    return node
+
+
+def _maker(node: fx.Node) -> fx.Node:
+    """The operation that gives this item among others."""
+    return node.args[0] if node.target is operator.getitem else node  # type: ignore[return-value]
 
 
 # --------------------------------------------------------------------------------------- which block it is

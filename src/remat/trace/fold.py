@@ -170,8 +170,8 @@ def _from_statistics(graph: RegionGraph, index: int) -> Fold:
         return _NONE
     args = (x, weight, bias, *map(Ref, statistics), eps)
     inputs = tuple(arg.value for arg in args if isinstance(arg, Ref))
-    fold = replace(norm, name="aten.batch_norm_elemt.default", args=args, inputs=inputs, outputs=(made,))
-    return fold, norm.seconds
+    name = "aten.batch_norm_elemt.default"
+    return replace(norm, name=name, args=args, inputs=inputs, outputs=(made,), written=()), norm.seconds
 
 
 def _narrows(graph: RegionGraph, wide: int, narrow: int) -> bool:

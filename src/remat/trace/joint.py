@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,12 +35,9 @@ __all__ = [
     "kept_labels",
     "labels",
     "made_bytes",
-    "maker",
     "price_joint",
     "read_joint",
     "readers",
-    "shown",
-    "with_stock",
 ]
 
 _FUSED_SHARE = 0.25  # of the seconds that moving a fused operation's result would take
@@ -52,36 +49,16 @@ _ALIASES = ("aten._unsafe_view.default",)  # views, though their schema does not
 @dataclass(frozen=True)
 class Joint:
     """`keep_seconds[s]` is what keeping storage s costs beside its bytes (less than 0: backward would have to
-    write it to memory if it were not kept). `stock`: the operations whose results the compiler would save."""
+    write it to memory if it were not kept)."""
 
     graph: RegionGraph
     nodes: tuple[fx.Node, ...]  # of each operation
     backward: tuple[fx.Node, ...]  # make tensors of forward's values alone, but only for backward
     keep_seconds: tuple[float, ...] = ()
-    stock: tuple[int, ...] = ()
 
     @property
     def random(self) -> bool:
         return is_random(self.graph)
-
-
-def with_stock(joint: Joint, stock: Callable[[Mapping[fx.Node, bool]], Iterable[fx.Node]]) -> Joint:
-    """With what the compiler would save, if `stock` tells that of some decisions."""
-    pairs = list(zip(joint.graph.ops, joint.nodes, strict=True))
-    saved = {maker(shown(node)) for node in stock({node: True for op, node in pairs if not op.replayable})}
-    return replace(joint, stock=tuple(i for i, node in enumerate(joint.nodes) if node in saved))
-
-
-def shown(node: fx.Node) -> fx.Node:
-    """What a view shows."""
-    while node.op == "call_function" and is_view(maker(node).target):
-        node = next(iter(maker(node).all_input_nodes))
-    return node
-
-
-def maker(node: fx.Node) -> fx.Node:
-    """The operation that gives this item among others."""
-    return node.args[0] if node.target is operator.getitem else node  # type: ignore[return-value]
 
 
 def is_random(graph: RegionGraph) -> bool:
@@ -436,7 +413,10 @@ def _measured_seconds(node: fx.Node, device: torch.device) -> float:
 
 def _share_out_rows(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """A product by groups takes the ends of the groups as numbers: made up as zeros, it would do nothing."""
-    given = {a.name: v for a, v in zip(target._schema.arguments, args, strict=False)} | dict(kwargs)
+    schema = getattr(target, "_schema", None)
+    if schema is None:  # an operation of higher order
+        return
+    given = {a.name: v for a, v in zip(schema.arguments, args, strict=False)} | dict(kwargs)
     ends = given.get("offs")
     if not isinstance(ends, torch.Tensor) or not isinstance(given.get("self"), torch.Tensor):
         return

@@ -30,7 +30,7 @@ WIDTH, HEIGHT = 860, 520
 MARGINS = (70, 60, 132, 60)  # left, right, top, bottom
 HIGHEST = 1.05  # of the axis of peaks
 SLOWEST = 1.6  # times the plain step: what is slower is named, not drawn, unless remat is so itself
-NAMED = 3  # where there are more of those, they are counted
+NAMED = 2  # where there are more of those, they are counted
 APART = 34.0  # pixels between two figures below our lines
 Option = dict[str, Any]
 

@@ -251,7 +251,7 @@ def _notes(row: Row) -> str:
 
 def lines_of(found: Verdict) -> str:
     lines = [_headline(found.peers)]
-    lines += [f"{_sign(each.ahead)} of {_against(each)}" for each in found.peers]
+    lines += [f"{'ahead of ' if each.ahead else 'BEHIND   '} {_against(each)}" for each in found.peers]
     lines += [f"outside of {JUDGED}, not counted: {_against(each)}" for each in found.outside]
     lines += [f"not judged: {each.label}: {each.fault}" for each in found.unsound]
     reach = found.reach
@@ -260,8 +260,8 @@ def lines_of(found: Verdict) -> str:
         lines.append(
             f"no peer to compare the reach of {ours} with"
             if reach.peer_share is None
-            else f"{_sign(reach.ahead)} in reach ({REACH:g}x asked): {ours} against {reach.peer} "
-            f"{reach.peer_share:.3f}"
+            else f"{'ahead ' if reach.ahead else 'BEHIND'} in reach ({REACH:g}x asked): {ours} against "
+            f"{reach.peer} {reach.peer_share:.3f}"
         )
     for met in found.targets:
         asked = f"{met.target.how} {met.target.share:.2f} at <= {met.target.time:.2f}x"
@@ -285,7 +285,3 @@ def _against(judged: Judged) -> str:
 
 def _rival(label: str, time: float | None, share: float | None) -> str:
     return "nothing so low" if time is None or share is None else f"{label} {time:.3f}x at {share:.3f}"
-
-
-def _sign(ahead: bool) -> str:
-    return "ahead " if ahead else "BEHIND"

@@ -60,7 +60,7 @@ def test_a_slower_step_at_the_peers_peak_is_behind(bench):
     rows = [row(bench, "selective", 0.5, 1.05), row(bench, "remat 0.5", 0.5, 1.06, ours=True)]
     found = bench["verdict"].verdict(rows)
     assert not found.ahead
-    assert "BEHIND of selective 1.050x at 0.500: remat 0.5 1.060x at 0.500" in bench["verdict"].lines_of(
+    assert "BEHIND    selective 1.050x at 0.500: remat 0.5 1.060x at 0.500" in bench["verdict"].lines_of(
         found
     )
 
@@ -687,7 +687,7 @@ def test_the_table_holds_every_row_and_the_verdict(bench, tmp_path):
     text = bench["plot"].table_of([recorded(tmp_path)])
     assert "| **remat 0.5** | 0.490 | 1.020 |" in text
     assert "Liger fused loss (liger-kernel is not installed)" in text
-    assert "ahead  of selective, attention 1.200x at 0.600: remat 0.5 1.020x at 0.490" in text
+    assert "ahead of  selective, attention 1.200x at 0.600: remat 0.5 1.020x at 0.490" in text
     assert "MISSED target eager 0.50 at <= 1.01x" in text
     assert "| remat | 9 | 10 |" in text
     assert "| Liger | failed at 8 tokens: TypeError | |" in text
@@ -699,7 +699,7 @@ def test_the_table_holds_every_row_and_the_verdict(bench, tmp_path):
 
 def test_the_table_of_small_shapes_has_no_targets(bench, tmp_path):
     text = bench["plot"].table_of([recorded(tmp_path, size="small")])
-    assert "ahead  of selective" in text
+    assert "ahead of  selective" in text
     assert "target" not in text
 
 

@@ -121,6 +121,12 @@ def naive_peaks(given: Profile, choices: Sequence[int]) -> list[int]:
                     extra += given.boundary_bytes[boundary] * (holds[0] - holds[1])
             if call in backward and forward[call] < k <= backward[call]:
                 level += extra
+                for position, boundary in enumerate(given.calls[call].outputs):  # when its readers are done
+                    readers = [i for i, other in enumerate(given.calls) if boundary in other.inputs]
+                    done = all(k > backward.get(reader, forward[reader]) for reader in readers)
+                    only = position in chosen[call].holds_outputs and position not in full[call].holds_outputs
+                    if readers and only and (done or k == backward[call]):
+                        level += given.boundary_bytes[boundary]
             if call not in backward and forward[call] < k:
                 level += max(extra, 0)
         for boundary, nbytes in enumerate(given.boundary_bytes):
@@ -159,9 +165,6 @@ def naive_peaks(given: Profile, choices: Sequence[int]) -> list[int]:
             else:
                 alone = mine.backward_peak_bytes - naive_counted_twice(given, segment.call, mine, backward)
                 above = max(alone, 0) + max(above - reference.backward_peak_bytes, 0)
-                for position, boundary in enumerate(given.calls[segment.call].outputs):
-                    if position in mine.holds_outputs and any(boundary in c.inputs for c in given.calls):
-                        above += given.boundary_bytes[boundary]
         peaks.append(level + above)
     return peaks
 

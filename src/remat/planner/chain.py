@@ -1,8 +1,8 @@
 """The exact, fast solver for the usual step: backward runs through the regions in reverse order of forward.
 
 Then what is held at any point is what the first m calls hold, for some m. After the first j calls nothing
-matters but the sum L of the bytes they hold (and which of them hold a boundary tensor that a later call
-reads): a smaller L is never worse. That gives
+matters but the sum L of the bytes they hold (and which of them hold an output that a later call reads): a
+smaller L is never worse. That gives
 
 - the least budget by one pass from the back, in exact integers;
 - the fastest plan by dynamic programming over (L, seconds), which also merges the many equivalent plans of a
@@ -16,14 +16,20 @@ not depend on the order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from remat.planner.program import Call, Option, Program, held_by_consumer, held_by_producer
-from remat.planner.simulate import Boundary
+from remat.planner.program import (
+    Call,
+    Program,
+    held_by_consumer,
+    held_by_producer,
+    kept_by_producer,
+)
+from remat.planner.simulate import Boundary, HeldOutput
 
 __all__ = ["Chain", "Fastest", "bound_seconds", "chain", "fastest", "least_peak"]
 
@@ -40,14 +46,14 @@ _PRICE_SCALES = (0.0, 0.5, 0.8, 0.9, 1.0, 1.1, 1.25, 2.0)
 
 @dataclass(frozen=True)
 class Move:
-    """One option of a link, given which open boundaries are held by their producers (`mask`)."""
+    """One option of a link, given which outputs are held by the calls that made them (`mask`)."""
 
     option: int
     pico: int
     later: int  # bytes held, for all calls after it: less the boundaries that are let go
     forward: int  # absolute peaks of its own segments, besides what the calls before it hold
-    backward: int
-    mask: int  # open boundaries held, after it
+    backward: int  # also of segments between it and the call after it, where outputs are held there
+    mask: int  # after it
 
 
 @dataclass(frozen=True)
@@ -86,12 +92,13 @@ def chain(problem: Program) -> Chain | None:
     for call in others:
         _settle(call, needs)
     between, where = _between(problem, links, needs)
-    slots = _slots(problem, links)
+    asked = _asked(problem, links, where)
+    slots = _slots(links, asked)
     if slots is None:
         return None
     return Chain(
         floor_bytes=problem.floor_bytes,
-        links=tuple(_links(problem, links, needs, slots)),
+        links=tuple(_links(problem, links, needs, asked, slots)),
         calls=tuple(links),
         between=between,
         between_segments=where,
@@ -141,37 +148,92 @@ def _between(
     return reached, tuple(tuple(segments) for segments in where)
 
 
-def _slots(problem: Program, links: list[int]) -> dict[int, int] | None:
-    """A bit for each boundary whose release depends on its producer's choice, reused once it is read."""
+_Holds = tuple[int, tuple[bool, ...]]  # a call, and which of its options hold a certain output
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a link has to know of the choices of others: whether boundary tensors that it reads are held, and
+    outputs in its segments (its own, and those after its forward and before its backward)."""
+
+    reads: list[tuple[Boundary, _Holds]]
+    outputs: dict[int, list[tuple[HeldOutput, _Holds]]]
+
+    @property
+    def holds(self) -> Iterator[_Holds]:
+        yield from (holds for _, holds in self.reads)
+        for there in self.outputs.values():
+            yield from (holds for _, holds in there)
+
+
+def _asked(problem: Program, links: list[int], between: tuple[tuple[int, ...], ...]) -> list[_Asked]:
+    found = [_Asked([], {}) for _ in links]
     order = {call: position for position, call in enumerate(links)}
-    open_until: list[tuple[int, int, int]] = []  # (producer, consumer, boundary)
-    for number, boundary in enumerate(problem.boundaries):
-        holds = {held_by_producer(boundary, o) for o in problem.calls[boundary.producer].options}
-        reads = {held_by_consumer(boundary, o) for o in problem.calls[boundary.consumer].options}
-        if holds == {True, False} and reads != {True}:
-            if boundary.producer not in order or order[boundary.producer] >= order[boundary.consumer]:
+    for boundary in problem.boundaries:
+        if any(not held_by_consumer(boundary, o) for o in problem.calls[boundary.consumer].options):
+            makes = problem.calls[boundary.producer].options
+            holds = boundary.producer, tuple(held_by_producer(boundary, option) for option in makes)
+            found[order[boundary.consumer]].reads.append((boundary, holds))
+    link_of = {
+        segment: position
+        for position, index in enumerate(links)
+        for segment in (*problem.calls[index].segments, *between[position + 1])
+    }
+    for output in problem.outputs:
+        makes = problem.calls[output.producer].options
+        holds = output.producer, tuple(kept_by_producer(output, option) for option in makes)
+        for segment in range(output.first, output.last + 1) if any(holds[1]) else ():
+            found[link_of[segment]].outputs.setdefault(segment, []).append((output, holds))
+    return found
+
+
+@dataclass(frozen=True)
+class _Slot:
+    bit: int
+    until: int  # the last link that asks
+
+
+def _slots(links: list[int], asked: list[_Asked]) -> dict[_Holds, _Slot] | None:
+    """A bit for whatever links have to know of an earlier choice, reused when none asks any more."""
+    order = {call: position for position, call in enumerate(links)}
+    until: dict[_Holds, int] = {}
+    for position, asks in enumerate(asked):
+        for producer, holds in asks.holds:
+            if len(set(holds)) == 1 or order.get(producer) == position:
+                continue
+            if producer not in order or order[producer] > position:
                 return None
-            open_until.append((order[boundary.producer], order[boundary.consumer], number))
-    slots: dict[int, int] = {}
-    busy: dict[int, int] = {}  # slot -> consumer that frees it
-    for producer, consumer, number in sorted(open_until):
-        free = [slot for slot in range(_MOST_OPEN) if busy.get(slot, -1) <= producer]
+            until[producer, holds] = position
+    slots: dict[_Holds, _Slot] = {}
+    busy: dict[int, int] = {}  # bit -> link that frees it
+    for key in sorted(until, key=lambda key: (order[key[0]], until[key])):
+        free = [bit for bit in range(_MOST_OPEN) if busy.get(bit, -1) <= order[key[0]]]
         if not free:
             return None
-        slots[number], busy[free[0]] = free[0], consumer
+        slots[key], busy[free[0]] = _Slot(1 << free[0], until[key]), until[key]
     return slots
 
 
-def _links(problem: Program, links: list[int], needs: list[int], slots: dict[int, int]) -> Iterator[Link]:
+def _links(
+    problem: Program, links: list[int], needs: list[int], asked: list[_Asked], slots: dict[_Holds, _Slot]
+) -> Iterator[Link]:
     masks = {0}
-    for index in links:
+    for position, index in enumerate(links):
         call = problem.calls[index]
-        reads = [(n, b) for n, b in enumerate(problem.boundaries) if b.consumer == index]
-        makes = [(n, b) for n, b in enumerate(problem.boundaries) if b.producer == index and n in slots]
+        closes = sum(slot.bit for slot in slots.values() if slot.until == position)
+        opens = [(holds, slot.bit) for (producer, holds), slot in slots.items() if producer == index]
+        after = [sum(bit for holds, bit in opens if holds[option]) for option in range(len(call.options))]
         moves = {
             mask: tuple(
-                _move(problem, call, number, option, mask, reads, makes, needs, slots)
-                for number, option in enumerate(call.options)
+                _move(
+                    call,
+                    number,
+                    asked[position],
+                    needs,
+                    _Told(index, number, mask, slots),
+                    mask & ~closes | more,
+                )
+                for number, more in enumerate(after)
             )
             for mask in sorted(masks)
         }
@@ -180,41 +242,44 @@ def _links(problem: Program, links: list[int], needs: list[int], slots: dict[int
         masks = {move.mask for options in moves.values() for move in options}
 
 
-def _move(
-    problem: Program,
-    call: Call,
-    number: int,
-    option: Option,
-    mask: int,
-    reads: Iterable[tuple[int, Boundary]],
-    makes: Iterable[tuple[int, Boundary]],
-    needs: list[int],
-    slots: dict[int, int],
-) -> Move:
-    later, after, gone = option.held_bytes, mask, 0
-    for boundary_number, boundary in reads:
-        if boundary_number in slots:
-            bit = 1 << slots[boundary_number]
-            held_before = bool(mask & bit)
-            after &= ~bit
-        else:
-            held_before = held_by_producer(boundary, problem.calls[boundary.producer].options[0])  # all agree
-        if not held_before and not held_by_consumer(boundary, option):
+@dataclass(frozen=True)
+class _Told:
+    """What a link knows: its own option, and the mask."""
+
+    call: int
+    option: int
+    mask: int
+    slots: dict[_Holds, _Slot]
+
+    def held(self, holds: _Holds) -> bool:
+        producer, options = holds
+        if producer == self.call:
+            return options[self.option]
+        return bool(self.mask & self.slots[holds].bit) if holds in self.slots else options[0]  # all agree
+
+
+def _move(call: Call, number: int, asked: _Asked, needs: list[int], told: _Told, mask: int) -> Move:
+    option, span = call.options[number], call.span
+    assert span is not None
+    later, gone = option.held_bytes, 0
+    for boundary, holds in asked.reads:
+        if not held_by_consumer(boundary, option) and not told.held(holds):
             later -= boundary.nbytes
             gone += boundary.nbytes if boundary.sent else 0
-    for boundary_number, boundary in makes:
-        if held_by_producer(boundary, option):
-            after |= 1 << slots[boundary_number]
     above = dict(zip(call.segments, option.above, strict=True))
-    span = call.span
-    assert span is not None
+    more = {
+        segment: sum(output.nbytes for output, holds in there if told.held(holds))
+        for segment, there in asked.outputs.items()
+    }
+    own = needs[span.backward] + above[span.backward] + option.held_bytes - gone
+    around = [needs[segment] + later + extra for segment, extra in more.items() if segment not in above]
     return Move(
         option=number,
         pico=round(option.seconds * _PICO),
         later=later,
-        forward=needs[span.forward] + above[span.forward],
-        backward=needs[span.backward] + above[span.backward] + option.held_bytes - gone,
-        mask=after,
+        forward=needs[span.forward] + above[span.forward] + more.get(span.forward, 0),
+        backward=max([own + more.get(span.backward, 0), *around]),
+        mask=mask,
     )
 
 

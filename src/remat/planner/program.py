@@ -24,14 +24,15 @@ from scipy.sparse import coo_array, csr_array, hstack
 from remat.errors import InputError
 from remat.planner.simulate import (
     Boundary,
+    HeldOutput,
     Passing,
     Span,
     boundaries,
     call_label,
     extra_bytes,
     extra_seconds,
+    held_outputs,
     passing_boundaries,
-    read_outputs,
     returned_inputs,
     segment_peak,
     simulate,
@@ -71,7 +72,8 @@ class Option:
     held_bytes: int  # beyond what the reference entry holds
     above: tuple[int, ...]
     holds_inputs: frozenset[int]
-    holds_outputs: frozenset[int]
+    holds_outputs: frozenset[int]  # whatever the reader does: without those that are lent to one that sends
+    keeps_outputs: frozenset[int] = frozenset()  # for its own backward, when nobody else has them
     host_bytes: int = 0
 
     def no_worse_than(self, other: Option) -> bool:
@@ -82,6 +84,7 @@ class Option:
             and all(a <= b for a, b in zip(self.above, other.above, strict=True))
             and self.holds_inputs <= other.holds_inputs
             and self.holds_outputs <= other.holds_outputs
+            and self.keeps_outputs <= other.keeps_outputs
         )
 
 
@@ -136,6 +139,7 @@ class Program:
     floor_bytes: int  # reached whatever is chosen: what is resident
     calls: tuple[Call, ...]
     boundaries: tuple[Boundary, ...]
+    outputs: tuple[HeldOutput, ...]
     groups: tuple[tuple[int, ...], ...]  # every call is in one, most are alone
 
     @property
@@ -150,6 +154,10 @@ def held_by_consumer(boundary: Boundary, option: Option) -> bool:
 
 def held_by_producer(boundary: Boundary, option: Option) -> bool:
     return boundary.output_position in option.holds_outputs
+
+
+def kept_by_producer(output: HeldOutput, option: Option) -> bool:
+    return output.output_position in option.keeps_outputs
 
 
 def actions(entry: Entry) -> frozenset[Action]:
@@ -175,12 +183,10 @@ def program(profile: Profile, allow: Sequence[Action], window: Window | None = N
         own.setdefault(segment.call, []).append(index)
     calls: list[Call] = []
     keys: list[tuple[object, ...]] = []  # calls with equal ones have equal options
-    unread, read, returned = unread_outputs(profile), read_outputs(profile), returned_inputs(profile)
-    made = boundaries(profile)
-    lent = [
-        frozenset(b.output_position for b in made if b.producer == index and b.sent)
-        for index in range(len(profile.calls))
-    ]
+    unread, returned = unread_outputs(profile), returned_inputs(profile)
+    made, outputs = boundaries(profile), held_outputs(profile)
+    lent = _positions(profile, [b for b in made if b.sent])
+    read = _positions(profile, outputs)
     for index, (call, span) in enumerate(zip(profile.calls, spans(profile), strict=True)):
         mine = tuple(own.get(index, ()))
         measured = tuple(profile.segments[k].peak_bytes - profile.segments[k].start_bytes for k in mine)
@@ -195,9 +201,9 @@ def program(profile: Profile, allow: Sequence[Action], window: Window | None = N
                 span is None,
                 span is not None and span.recorded,
                 tuple(unread[index].items()),
-                tuple(read[index].items()),
                 tuple(returned[index].items()),
                 lent[index],
+                read[index],
                 window.caps[index] if window is not None and window.caps else None,
             )
         )
@@ -207,7 +213,7 @@ def program(profile: Profile, allow: Sequence[Action], window: Window | None = N
         key = tuple(keys[i] for i in group)
         if key not in shared:
             found = [
-                _options(profile, i, calls[i], (unread[i], read[i], returned[i], lent[i]), allow, window)
+                _options(profile, i, calls[i], (unread[i], returned[i], lent[i], read[i]), allow, window)
                 for i in group
             ]
             shared[key] = _worthwhile(found, ways(profile, group))
@@ -226,8 +232,17 @@ def program(profile: Profile, allow: Sequence[Action], window: Window | None = N
         floor_bytes=profile.step.resident,
         calls=tuple(calls),
         boundaries=made,
+        outputs=outputs,
         groups=groups,
     )
+
+
+def _positions(profile: Profile, tensors: Sequence[Boundary | HeldOutput]) -> list[frozenset[int]]:
+    """Per call: which of its outputs are among these."""
+    found: list[set[int]] = [set() for _ in profile.calls]
+    for tensor in tensors:
+        found[tensor.producer].add(tensor.output_position)
+    return [frozenset(positions) for positions in found]
 
 
 def programs(profile: Profile, allow: Sequence[Action], window: Window | None = None) -> tuple[Program, ...]:
@@ -288,12 +303,12 @@ def _options(
     profile: Profile,
     index: int,
     call: Call,
-    tensors: tuple[dict[int, int], dict[int, int], dict[int, int], frozenset[int]],
+    tensors: tuple[dict[int, int], dict[int, int], frozenset[int], frozenset[int]],
     allow: Sequence[Action],
     window: Window | None,
 ) -> dict[int, Option]:
-    """The allowed entries of a call's menu. `tensors`: its unread, read, returned and lent ones."""
-    unread, read, returned, lent = tensors
+    """The allowed entries of a call's menu. `tensors`: its unread, returned, lent and read ones."""
+    unread, returned, lent, read = tensors
     span = call.span
     kind = profile.kinds[profile.calls[index].kind]
     reference = kind.menu[kind.reference]
@@ -312,13 +327,12 @@ def _options(
             seconds=extra_seconds(span, entry)
             + (window.seconds_per_byte if window else 0) * entry.host_bytes,
             held_bytes=extra_bytes(span, entry, reference, unread),
-            above=tuple(
-                segment_peak(profile.segments[k], entry, reference, returned, read) for k in call.segments
-            ),
+            above=tuple(segment_peak(profile.segments[k], entry, reference, returned) for k in call.segments),
             holds_inputs=frozenset(
                 range(inputs) if entry.mode is Mode.FULL or not inputs else entry.holds_inputs
             ),
             holds_outputs=frozenset(entry.holds_outputs) - (lent & {*entry.lends_outputs}),
+            keeps_outputs=(read & {*entry.holds_outputs}) - {*reference.holds_outputs},
             host_bytes=entry.host_bytes,
         )
     return found
@@ -396,6 +410,11 @@ def _matrix(problem: Program) -> _Matrix:
                 _between(changes, begin, end, column, option.held_bytes / scale)
             for segment, above in zip(call.segments, option.above, strict=True):
                 needs[segment].append((column, above / scale))
+    for output in problem.outputs:
+        for i, option in enumerate(problem.calls[output.producer].options):
+            if kept_by_producer(output, option):
+                column = offsets[output.producer] + i
+                _between(changes, output.first, output.last, column, output.nbytes / scale)
     for number, boundary in enumerate(problem.boundaries):
         let_go = options + segments + number
         span = problem.calls[boundary.consumer].span
@@ -493,9 +512,8 @@ def lagrangian_bound(problem: Program, budget_bytes: int, prices: Floats) -> flo
     """Seconds that no choice within the budget can undercut, whatever the prices (>= 0) are.
 
     Memory is bought at its price instead of being limited; then every call chooses alone, or with those it
-    is tied to. Valid for any
-    prices; with those of `memory_prices` it is the relaxed optimum, or a little less where producers hold
-    boundary tensors.
+    is tied to. Valid for any prices; with those of `memory_prices` it is the relaxed optimum, or a little
+    less where producers hold boundary tensors.
     """
     running = np.concatenate([[0.0], np.cumsum(prices)])
     refund: dict[int, list[tuple[Boundary, float]]] = {}
@@ -504,6 +522,10 @@ def lagrangian_bound(problem: Program, budget_bytes: int, prices: Floats) -> flo
         if span is not None:
             price = float(running[boundary.last_gone(span) + 1] - running[span.forward + 1]) * boundary.nbytes
             refund.setdefault(boundary.consumer, []).append((boundary, max(price, 0.0)))
+    kept: dict[int, list[tuple[HeldOutput, float]]] = {}
+    for output in problem.outputs:
+        price = float(running[output.last + 1] - running[output.first]) * output.nbytes
+        kept.setdefault(output.producer, []).append((output, price))
     total = -float(prices @ _segment_caps(problem, budget_bytes)) if len(prices) else 0.0
     bought: list[list[float]] = []  # what each option of each call costs then
     for index, call in enumerate(problem.calls):
@@ -514,6 +536,7 @@ def lagrangian_bound(problem: Program, budget_bytes: int, prices: Floats) -> flo
                 + held * option.held_bytes
                 + sum(float(prices[k]) * above for k, above in zip(call.segments, option.above, strict=True))
                 - sum(price for b, price in refund.get(index, ()) if not held_by_consumer(b, option))
+                + sum(price for o, price in kept.get(index, ()) if kept_by_producer(o, option))
                 for option in call.options
             ]
         )

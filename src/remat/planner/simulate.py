@@ -7,6 +7,7 @@ whole region recomputed). Every other choice differs from it in ways that are kn
   holds beyond what the reference holds;
 - the reference holds every input of a region. A boundary tensor that one region makes and exactly one reads
   is let go between the reader's forward and its backward, if neither of the two entries holds it;
+- an output that a call holds for its own backward is there from when its last reader has let go of it;
 - inside a region's own segments the peak is the entry's own;
 - what is on its way to the host or back is held on the device meanwhile (`link.py`), and where compute has to
   wait for it, the step takes longer, and a little where it has not.
@@ -27,6 +28,7 @@ from remat.records import Entry, Mode, Phase, Profile, RegionCall, Segment
 
 __all__ = [
     "Boundary",
+    "HeldOutput",
     "Point",
     "Simulator",
     "Span",
@@ -35,6 +37,7 @@ __all__ = [
     "call_label",
     "extra_bytes",
     "extra_seconds",
+    "held_outputs",
     "returned_inputs",
     "segment_peak",
     "simulate",
@@ -144,6 +147,23 @@ class Passing:
         return consumer.mode is Mode.FULL or self.input_position in consumer.holds_inputs
 
 
+@dataclass(frozen=True)
+class HeldOutput:
+    """An output that other regions read and that the call itself may hold, too, for its own backward. The
+    measured step has let go of it when the last reader is done: from segment `first` to `last` it is on top.
+    """
+
+    nbytes: int
+    producer: int
+    output_position: int
+    first: int
+    last: int
+
+    def held(self, entry: Entry, reference: Entry) -> bool:
+        position = self.output_position
+        return position in entry.holds_outputs and position not in reference.holds_outputs
+
+
 def spans(profile: Profile) -> tuple[Span | None, ...]:
     """When each call holds memory; None for a call that never ran forward in the measured step."""
     where: dict[tuple[Phase, int], list[int]] = {}
@@ -236,13 +256,30 @@ def unread_outputs(profile: Profile) -> tuple[dict[int, int], ...]:
     )
 
 
-def read_outputs(profile: Profile) -> tuple[dict[int, int], ...]:
-    """Per call: position -> bytes of the outputs that other regions read. The measured step has let go of
-    such a tensor when the backward of its reader has ended."""
-    unread = unread_outputs(profile)
+def held_outputs(profile: Profile) -> tuple[HeldOutput, ...]:
+    """The outputs that may be held when the regions that read them have let go."""
+    recorded = spans(profile)
+    done: dict[int, int] = {}  # by boundary: the last segment in which a reader surely has it
+    for call, span in zip(profile.calls, recorded, strict=True):
+        if span is None:
+            continue
+        for boundary in call.inputs:
+            # Without a backward, the reference has it no longer than its forward runs. One in several parts
+            # (an input's gradient is asked for later) has what it holds in the first, perhaps not in others.
+            end = span.returns if span.recorded else span.forward
+            done[boundary] = max(done.get(boundary, end), end)
     return tuple(
-        {p: profile.boundary_bytes[b] for p, b in enumerate(call.outputs) if p not in nobody}
-        for call, nobody in zip(profile.calls, unread, strict=True)
+        HeldOutput(
+            profile.boundary_bytes[boundary],
+            index,
+            position,
+            min(done[boundary] + 1, span.returns),
+            span.backward,
+        )
+        for index, (call, span) in enumerate(zip(profile.calls, recorded, strict=True))
+        if span is not None and span.recorded
+        for position, boundary in enumerate(call.outputs)
+        if boundary in done
     )
 
 
@@ -283,12 +320,15 @@ class Simulator:
         self._boundaries = boundaries(profile)
         self._passing = passing_boundaries(profile)
         self._unread = unread_outputs(profile)
-        self._read = read_outputs(profile)
+        self._outputs: list[list[HeldOutput]] = [[] for _ in profile.calls]
+        for output in held_outputs(profile):
+            self._outputs[output.producer].append(output)
         self._returned = returned_inputs(profile)
         self._link = SharedLink(profile)
         self._labels = [_label(profile, segment) for segment in profile.segments]
         self._added_at_once = _head_gradients(profile) if profile.chunked else 0
         self._extras: dict[tuple[int, int], int] = {}  # by call and choice
+        self._held: dict[tuple[int, int], tuple[HeldOutput, ...]] = {}
         self._peaks: dict[tuple[int, int], int] = {}  # by segment and choice
 
     def run(self, choices: Sequence[int]) -> Timeline:
@@ -297,7 +337,7 @@ class Simulator:
             raise ValueError(f"{len(choices)} choices for {len(profile.calls)} region calls")
         chosen = [menu[choice] for menu, choice in zip(self._menus, choices, strict=True)]
         extras = [self._extra_bytes(call, choice) for call, choice in enumerate(choices)]
-        shifts = self._shifts(chosen, extras)
+        shifts = self._shifts(choices, chosen, extras)
         lives_on = self._lives_on(extras)
         link = self._link.use(choices)
         moving = [0] * len(shifts) if link is None else link.level_bytes
@@ -337,6 +377,13 @@ class Simulator:
             self._extras[key] = extra_bytes(self._spans[call], entry, reference, self._unread[call])
         return self._extras[key]
 
+    def _held_outputs(self, call: int, choice: int) -> tuple[HeldOutput, ...]:
+        key = (call, choice)
+        if key not in self._held:
+            entry, reference = self._menus[call][choice], self._references[call]
+            self._held[key] = tuple(one for one in self._outputs[call] if one.held(entry, reference))
+        return self._held[key]
+
     def _above(self, number: int, choice: int) -> int:
         """The peak of a segment above the level at its start."""
         key = (number, choice)
@@ -346,8 +393,7 @@ class Simulator:
                 self._peaks[key] = max(segment.peak_bytes - segment.start_bytes, 0)
             else:
                 entry, reference = self._menus[segment.call][choice], self._references[segment.call]
-                returned, read = self._returned[segment.call], self._read[segment.call]
-                self._peaks[key] = segment_peak(segment, entry, reference, returned, read)
+                self._peaks[key] = segment_peak(segment, entry, reference, self._returned[segment.call])
         return self._peaks[key]
 
     def _unadded(self, gradients: int) -> int:
@@ -362,7 +408,7 @@ class Simulator:
         pairs = zip(self._spans, extras, strict=True)
         return sum(extra for span, extra in pairs if span is not None and not span.recorded)
 
-    def _shifts(self, chosen: Sequence[Entry], extras: Sequence[int]) -> list[int]:
+    def _shifts(self, choices: Sequence[int], chosen: Sequence[Entry], extras: Sequence[int]) -> list[int]:
         """By how much the level at the start of each segment differs from the measured step's."""
         changes = [0] * (len(self.profile.segments) + 1)
 
@@ -375,6 +421,9 @@ class Simulator:
         for span, extra in zip(self._spans, extras, strict=True):
             if span is not None:
                 between(span.forward + 1, span.backward, extra)
+        for call, choice in enumerate(choices):
+            for output in self._held_outputs(call, choice):
+                between(output.first, output.last, output.nbytes)
         for boundary in self._boundaries:
             span = self._spans[boundary.consumer]
             if span is not None and not boundary.held(chosen[boundary.producer], chosen[boundary.consumer]):
@@ -394,9 +443,7 @@ class Simulator:
         return levels
 
 
-def segment_peak(
-    segment: Segment, entry: Entry, reference: Entry, returned: dict[int, int], read: dict[int, int]
-) -> int:
+def segment_peak(segment: Segment, entry: Entry, reference: Entry, returned: dict[int, int]) -> int:
     """The peak of a region's segment above the level at its start, if the region runs in `entry`."""
     measured = max(segment.peak_bytes - segment.start_bytes, 0)
     if entry == reference:
@@ -408,8 +455,7 @@ def segment_peak(
     if segment.phase is not Phase.BACKWARD:
         return _peak_alone(segment, entry) + in_situ
     twice = sum(returned.get(position, 0) for position in entry.fetches_inputs)
-    outputs = sum(read.get(position, 0) for position in entry.holds_outputs)
-    return max(_peak_alone(segment, entry) - twice, 0) + outputs + in_situ
+    return max(_peak_alone(segment, entry) - twice, 0) + in_situ
 
 
 def _peak_alone(segment: Segment, entry: Entry) -> int:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from remat.planner.program import Program, held_by_consumer, held_by_producer
+from remat.planner.program import Program, held_by_consumer, held_by_producer, kept_by_producer
 
 __all__ = ["Tied", "fastest_tied"]
 
@@ -119,10 +119,15 @@ class _Search:
                         takes[first : last + 1] += option.held_bytes
                     for point, above in zip(call.segments, option.above, strict=True):
                         takes[point] += above
+        group_of = _group_of(problem)
+        for output in problem.outputs:
+            options = problem.calls[output.producer].options
+            kept = np.array([kept_by_producer(output, option) for option in options])
+            self._takes[group_of[output.producer]][kept, output.first : output.last + 1] += output.nbytes
 
     def _boundaries(self, problem: Program, points: int) -> list[_Pair]:
         """What a reader lets go is taken off at once; that the maker holds it comes on top again."""
-        group_of = {call: number for number, group in enumerate(problem.groups) for call in group}
+        group_of = _group_of(problem)
         pairs = []
         for boundary in problem.boundaries:
             span = problem.calls[boundary.consumer].span
@@ -289,6 +294,10 @@ class _Search:
             kept.append(np.array([point], dtype=np.int64))
         table = np.column_stack(taken) if taken else np.zeros((len(states.pico), 0), dtype=np.int64)
         return _States(states.pico, states.bought, table, states.marks), kept
+
+
+def _group_of(problem: Program) -> dict[int, int]:
+    return {call: number for number, group in enumerate(problem.groups) for call in group}
 
 
 def _shortened(states: _States, bounds: Floats, width: int) -> tuple[Ints, float]:

@@ -485,8 +485,9 @@ def timeline(
     """One step, forward and backward, every region checkpointed: the level at every border of a region.
 
     `sightings` are those of the survey, in the same order: a region's backward ends when the gradients of its
-    own inputs are there. An input that others read as well gets its gradient when the last of them is done. A
-    region whose outputs get no gradient has no backward.
+    own inputs are there; an input that others read as well gets its gradient when the last of them is done.
+    At the latest it ends when backward comes to something that ran before the region: autograd runs what is
+    ready in the reverse order of its making. A region whose outputs get no gradient has no backward.
     """
     return _Clock(model, meter, [_not_its_own(sighting) for sighting in sightings]).run(blocks, run)
 
@@ -505,6 +506,7 @@ class _Clock:
         self._meter = meter
         self._marks: list[_Mark] = []
         self._calls = 0
+        self._running: dict[int, Callable[[], None]] = {}  # in backward: marks the end, if it must have come
 
     def run(self, blocks: Sequence[Block], run: Callable[[], torch.Tensor]) -> tuple[Segment, ...]:
         start = self._meter.current_bytes()
@@ -540,28 +542,55 @@ class _Clock:
         elsewhere = self._elsewhere[call] if call < len(self._elsewhere) else frozenset()
         wanted = {place for place, tensor in enumerate(inputs) if tensor.requires_grad}
         waiting = wanted - elsewhere or wanted
-        watched = any(tensor.grad_fn is not None for tensor in outputs)  # no nodes: hooks would hold them
-        begun: list[bool] = []
+        nodes = list(dict.fromkeys(tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None))
+        count = len(nodes)  # hooks that know the nodes themselves would keep them
+        begun: set[int] = set()
 
-        def begin(_: Any) -> None:
-            if not begun:
-                begun.append(True)
-                self._mark(Phase.BACKWARD, call, begins=True)
-
-        def arrived(place: int) -> Callable[[torch.Tensor], None]:
-            def hook(_: torch.Tensor) -> None:
-                waiting.discard(place)
-                # An input may have other readers: its gradient does not mean that the region had a backward.
-                if not waiting and (begun or not watched):
-                    self._mark(Phase.BACKWARD, call, begins=False)
+        def begin(number: int) -> Callable[[Any], None]:
+            def hook(_: Any) -> None:
+                if not begun:
+                    self._end_those_after(call)
+                    self._mark(Phase.BACKWARD, call, begins=True)
+                    if waiting:
+                        self._running[call] = end_if_all_ran
+                begun.add(number)
 
             return hook
 
-        for tensor in outputs:
-            if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(begin)
-        for place in sorted(waiting):
-            inputs[place].register_hook(arrived(place))  # type: ignore[no-untyped-call]
+        def end() -> None:
+            self._running.pop(call, None)
+            waiting.clear()
+            self._mark(Phase.BACKWARD, call, begins=False)
+
+        def end_if_all_ran() -> None:
+            if len(begun) == count:  # or the gradient of another output is still to come
+                end()
+
+        def arrived(place: int, made_before: bool) -> Callable[[torch.Tensor], None]:
+            def hook(_: torch.Tensor) -> None:
+                if not waiting:  # the end has been marked
+                    return
+                waiting.discard(place)
+                # An input may have other readers: its gradient does not mean that the region had a backward.
+                if not waiting and (begun or not count):
+                    end()
+                elif made_before and call in self._running:
+                    end_if_all_ran()
+
+            return hook
+
+        for number, node in enumerate(nodes):
+            node.register_prehook(begin(number))
+        for place in sorted(wanted):
+            maker = inputs[
+                place
+            ].grad_fn  # it has a gradient to work on; a leaf is served as soon as it can be
+            before = maker is not None and maker not in nodes
+            inputs[place].register_hook(arrived(place, before))  # type: ignore[no-untyped-call]
+
+    def _end_those_after(self, call: int) -> None:
+        for later in sorted((one for one in self._running if one > call), reverse=True):
+            self._running[later]()
 
     def _segments(self, start: int) -> tuple[Segment, ...]:
         segments: list[Segment] = []

@@ -258,7 +258,7 @@ def test_neither_parameters_nor_outputs_are_sent(monkeypatch: pytest.MonkeyPatch
     case = stack(layers=4)
     sent: list[Tensor] = []
     send = Engine._send
-    monkeypatch.setattr(Engine, "_send", lambda self, group, t: sent.append(t) or send(self, group, t))
+    monkeypatch.setattr(Engine, "_send", lambda self, group, t: sent.extend(t) or send(self, group, t))
     with remat.apply(case.model, sending(profile_of_stack())):
         output = case.model(case.batch)
     resident = storages_of([case.model])

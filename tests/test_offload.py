@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 from remat.errors import HostMemoryError, InputError, OffloadError, RematError
-from remat.run.link import Direction, LinkRates, calibrate
+from remat.run.link import CudaLink, Direction, LinkRates, Outbound, calibrate
 from remat.run.offload import Engine
 from remat.run.simulated import SimulatedLink
 
@@ -123,6 +124,28 @@ def test_tensors_of_one_storage_share_one_copy(tier):
     assert one.equal(expected)
     assert other.data_ptr() == one[1:].data_ptr()
     assert engine.counts.fetched_bytes == 128
+
+
+def test_tensors_sent_together_are_copies_of_their_own_in_order():
+    """One of them twice, one that was sent before, and one whose copy fails: that one stays."""
+    engine = make(link={"fails": lambda direction, number: number == 3})
+    group = engine.group(0)
+    before, *tensors = [block(kib, seed) for seed, kib in enumerate([1, 2, 4, 8])]
+    expected = [tensor.clone() for tensor in (*tensors, before)]
+    known = group.send(before)
+    tickets = group.send_all([*tensors, tensors[0].view(2, -1), before])
+    assert tickets[3] is tickets[0]
+    assert tickets[4] is known
+    assert [copy.nbytes for copy in engine.link.history] == [1 * KB, 2 * KB, 8 * KB]
+    assert [ticket.is_on_host for ticket in tickets] == [True, False, True, True, True]
+    counts = engine.counts
+    assert (counts.failures, counts.kept_bytes, counts.used_bytes) == (1, 4 * KB, 11 * KB)
+    stays = tensors[1]
+    del before, tensors
+    engine.settle()
+    for ticket, value in zip([*tickets[:3], known], expected, strict=True):
+        assert ticket.get(value.shape, value.stride(), 0, value.dtype).equal(value)
+    assert tickets[1].get(stays.shape, stays.stride(), 0, stays.dtype).data_ptr() == stays.data_ptr()
 
 
 def test_another_group_makes_its_own_copy():
@@ -690,3 +713,60 @@ def test_a_lender_is_told_who_sent_its_storage_once():
     assert len(engine._lenders) == 1, "one that is gone is forgotten"
     group.reach()
     engine.close()
+
+
+class Recorded:
+    """A stream that only notes what it is told."""
+
+    def __init__(self, told, name):
+        self.told, self.name = told, name
+
+    def wait_stream(self, other):
+        self.told.append((self.name, "waits for all of", other.name))
+
+    def wait_event(self, event):
+        self.told.append((self.name, "waits for", event))
+
+    def record_event(self):
+        self.told.append((self.name, "marks"))
+        return f"event {len(self.told)}"
+
+
+def test_on_cuda_copies_that_start_together_are_ordered_once(monkeypatch):
+    """And a stream is not told again what it waits for already, be it through another."""
+    told = []
+    streams = [Recorded(told, name) for name in ("compute", "another", "out", "back")]
+    compute, another, out, back = streams
+    link = object.__new__(CudaLink)
+    link.device, link._number, link._told = torch.device("cpu"), 0, {}
+    link._out, link._back = out, back
+    monkeypatch.setattr(CudaLink, "current", lambda self: compute)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", Recorded)
+    host = [torch.zeros(8, dtype=torch.uint8) for _ in range(2)]
+    sources = [torch.full((8,), value, dtype=torch.uint8) for value in (3, 7)]
+
+    first, second = link.send([Outbound(sources[0], host[0], None), Outbound(sources[1], host[1], None)])
+    assert told == [("out", "waits for all of", "compute"), ("out", "marks"), ("out", "marks")]
+    assert [int(memory[0]) for memory in host] == [3, 7]
+    told.clear()
+
+    link.wait(compute, second)
+    link.wait(compute, first)  # an earlier one of the same direction
+    link.wait(another, first)
+    assert told == [("compute", "waits for", second.event), ("another", "waits for", first.event)]
+    told.clear()
+
+    _, fetched = link.fetch(host[0], compute, first)  # compute waits for that copy, and back for compute
+    assert told == [("back", "waits for all of", "compute"), ("back", "marks")]
+    told.clear()
+    link.fetch(host[1], another, second)
+    assert told[:2] == [("back", "waits for all of", "another"), ("back", "waits for", second.event)]
+    told.clear()
+
+    link.send([Outbound(sources[0], host[0], fetched)])  # nobody has waited for that copy yet
+    assert told[:2] == [("out", "waits for all of", "compute"), ("out", "waits for", fetched.event)]
+    told.clear()
+    link.wait(compute, fetched)
+    link.send([Outbound(sources[0], host[0], fetched)])
+    assert told[1:] == [("out", "waits for all of", "compute"), ("out", "marks")]

@@ -15,7 +15,7 @@ from remat.errors import HostMemoryError
 from remat.run import hostmem
 from remat.run.disk import file_memory
 from remat.run.hostmem import anonymous_memory, available_host_bytes
-from remat.run.link import Mark
+from remat.run.link import Direction, Mark
 from remat.run.slabs import Slabs
 
 KB = 1024
@@ -76,7 +76,7 @@ def test_the_last_slab_is_cut_to_the_limit():
 def test_an_extent_remembers_the_last_read_of_its_bytes():
     pool = slabs()
     one, two = pool.take(8 * KB), pool.take(8 * KB)
-    early, late = Mark(1, None), Mark(2, None)
+    early, late = (Mark(number, Direction.BACK, None) for number in (1, 2))
     pool.give(two, late)
     pool.give(one, early)
     assert pool.take(16 * KB).read_until is late

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,7 +26,17 @@ from torch import Tensor
 from remat.records import LinkRates
 from remat.run.hostmem import anonymous_memory
 
-__all__ = ["CudaLink", "Direction", "FreeLink", "Link", "LinkRates", "Mark", "Stream", "calibrate"]
+__all__ = [
+    "CudaLink",
+    "Direction",
+    "FreeLink",
+    "Link",
+    "LinkRates",
+    "Mark",
+    "Outbound",
+    "Stream",
+    "calibrate",
+]
 
 Stream: TypeAlias = Hashable  # torch.cuda.Stream, or the name of a simulated one
 
@@ -44,7 +54,16 @@ class Mark:
     """One copy, as others wait for it. A later number of the same direction implies every earlier one."""
 
     number: int
+    direction: Direction
     event: Any
+
+
+class Outbound(NamedTuple):
+    """Device bytes that go to the host. `after`: the last copy that read the target's memory."""
+
+    source: Tensor
+    target: Tensor
+    after: Mark | None
 
 
 class Link(ABC):
@@ -65,9 +84,9 @@ class Link(ABC):
         """Give memory of `pin` back to the system. No copy may be under way in it."""
 
     @abstractmethod
-    def send(self, source: Tensor, target: Tensor, after: Mark | None) -> Mark:
-        """Start to copy device bytes to the host: after all that the current stream has been given so far,
-        and after `after`, the last copy that read the target's memory."""
+    def send(self, copies: Sequence[Outbound]) -> list[Mark | None]:
+        """Start to copy device bytes to the host: after all that the current stream has been given so far.
+        All together, for that the host orders streams once. None: this one could not be started."""
 
     @abstractmethod
     def fetch(self, source: Tensor, stream: Stream, after: Mark) -> tuple[Tensor, Mark]:
@@ -134,6 +153,7 @@ class CudaLink(Link):
         self._out = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._back = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._number = 0
+        self._told: dict[tuple[Stream, Direction], int] = {}  # the last mark that a stream waits for
 
     def current(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)
@@ -161,36 +181,51 @@ class CudaLink(Link):
         with suppress(RuntimeError):
             torch.zeros(1, device=self.device)
 
-    def send(self, source: Tensor, target: Tensor, after: Mark | None) -> Mark:
-        self._out.wait_stream(self.current())
-        if after is not None:
-            self._out.wait_event(after.event)
+    def send(self, copies: Sequence[Outbound]) -> list[Mark | None]:
+        stream = self.current()
+        self._out.wait_stream(stream)
+        marks: list[Mark | None] = []
         with torch.cuda.stream(self._out):
-            target.copy_(source, non_blocking=True)
-        return self._mark(self._out)
+            for source, target, after in copies:
+                try:
+                    if after is not None and not self._comes_after(stream, after):
+                        self._out.wait_event(after.event)
+                    target.copy_(source, non_blocking=True)
+                    marks.append(self._mark(Direction.OUT))
+                except RuntimeError:
+                    marks.append(None)
+        return marks
+
+    def _comes_after(self, stream: Stream, mark: Mark) -> bool:
+        """Whether what the stream was given so far waits for this copy: then so does whoever waits for it."""
+        return self._told.get((stream, mark.direction), 0) >= mark.number
 
     def fetch(self, source: Tensor, stream: Stream, after: Mark) -> tuple[Tensor, Mark]:
         assert isinstance(stream, torch.cuda.Stream)
         with nullcontext() if stream == self.current() else torch.cuda.stream(stream):
             target = torch.empty(source.shape, dtype=torch.uint8, device=self.device)
         self._back.wait_stream(stream)  # work of that stream may still use the block that was handed out
-        self._back.wait_event(after.event)
+        if not self._comes_after(stream, after):
+            self._back.wait_event(after.event)
         with torch.cuda.stream(self._back):
             target.copy_(source, non_blocking=True)
-        return target, self._mark(self._back)
+        return target, self._mark(Direction.BACK)
 
     def wait(self, stream: Stream, mark: Mark) -> None:
         assert isinstance(stream, torch.cuda.Stream)
-        stream.wait_event(mark.event)
+        if not self._comes_after(stream, mark):
+            stream.wait_event(mark.event)
+            self._told[stream, mark.direction] = mark.number
 
     def synchronize(self) -> None:
         """By asking, since torch's sync debug mode, which is about the user's step, would raise here."""
         while not (self._out.query() and self._back.query()):
             time.sleep(1e-4)
 
-    def _mark(self, stream: torch.cuda.Stream) -> Mark:
+    def _mark(self, direction: Direction) -> Mark:
         self._number += 1
-        return Mark(self._number, stream.record_event())
+        stream = self._out if direction is Direction.OUT else self._back
+        return Mark(self._number, direction, stream.record_event())
 
     def seconds(self, directions: tuple[Direction, ...], buffers: Mapping[Direction, tuple[Tensor, Tensor]],
                 repeats: int) -> dict[Direction, float]:  # fmt: skip
@@ -239,16 +274,16 @@ class FreeLink(Link):
     def unpin(self, memory: Tensor) -> None:
         self._sent.clear()
 
-    def send(self, source: Tensor, target: Tensor, after: Mark | None) -> Mark:
-        self._sent[target.data_ptr()] = source
-        return self._mark()
+    def send(self, copies: Sequence[Outbound]) -> list[Mark | None]:
+        self._sent.update((target.data_ptr(), source) for source, target, _ in copies)
+        return [self._mark(Direction.OUT) for _ in copies]
 
     def fetch(self, source: Tensor, stream: Stream, after: Mark) -> tuple[Tensor, Mark]:
-        return self._sent[source.data_ptr()], self._mark()
+        return self._sent[source.data_ptr()], self._mark(Direction.BACK)
 
-    def _mark(self) -> Mark:
+    def _mark(self, direction: Direction) -> Mark:
         self._number += 1
-        return Mark(self._number, None)
+        return Mark(self._number, direction, None)
 
     def wait(self, stream: Stream, mark: Mark) -> None:
         pass

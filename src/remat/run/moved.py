@@ -10,7 +10,7 @@ import torch
 from remat.run.host import can_host
 from remat.run.offload import Engine, Group, Ticket
 
-__all__ = ["Moved", "MovedSlot", "unmove"]
+__all__ = ["Moved", "MovedSlot", "send_all", "unmove"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class MovedSlot:
 
 
 class Moved:
-    """One tensor: on the device until `send`, afterwards a ticket and how the tensor lies in its storage.
+    """One tensor: on the device until `send_all`, afterwards a ticket and how the tensor lies in its storage.
 
     Several of them may be views of one storage, which is sent once. A tensor that cannot be sent (a subclass,
     another device) stays, and its version is watched as autograd would: hooks switch autograd's check off.
@@ -60,14 +60,6 @@ class Moved:
         """Hold the tensor after all."""
         if self.tensor is not None:
             self._version = self.tensor._version
-
-    def send(self, group: Group) -> None:
-        """Let the tensor go; its storage is on its way to the host."""
-        if self._may_leave(group.engine):
-            assert self.tensor is not None
-            self._let_go(group.send(self.tensor))
-        else:
-            self.keep()
 
     def lend(self, engine: Engine, group: Group | None) -> None:
         """Hold the tensor until somebody else sends its storage. `group`: what its own region sends, which
@@ -110,6 +102,21 @@ class Moved:
                 f"{self._version} instead"
             )
         return tensor
+
+
+def send_all(moved: Sequence[Moved], group: Group) -> None:
+    """Let the tensors go; their storages are on their way to the host."""
+    leaving: list[Moved] = []
+    tensors: list[torch.Tensor] = []
+    for one in moved:
+        if one.tensor is not None and one._may_leave(group.engine):
+            leaving.append(one)
+            tensors.append(one.tensor)
+        else:
+            one.keep()
+    if leaving:
+        for one, ticket in zip(leaving, group.send_all(tensors), strict=True):
+            one._let_go(ticket)
 
 
 def unmove(moved: Moved) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
     engine = Engine(device, in_flight_limit_bytes=...)   one per device
     group = engine.group(order)                          one per region call of one graph
-    ticket = group.send(tensor)                          one per storage; the caller lets its tensor go
+    tickets = group.send_all(tensors)                    one per storage; the caller lets its tensors go
     engine.lend(lender, tensor)                          lets its tensor go when somebody sends the storage
     tensor = ticket.get(shape, stride, offset, dtype)    in backward
 
@@ -44,7 +44,7 @@ from remat.errors import HostMemoryError, InputError, OffloadError
 from remat.run.disk import file_memory
 from remat.run.host import can_host
 from remat.run.hostmem import available_host_bytes
-from remat.run.link import CudaLink, Link, Stream
+from remat.run.link import CudaLink, Link, Mark, Outbound, Stream
 from remat.run.simulated import SimulatedLink
 from remat.run.slabs import SLAB_BYTES, Extent, Slabs, aligned
 from remat.run.tickets import DeviceCopy, Flight, Group, Stored, Ticket
@@ -268,27 +268,36 @@ class Engine:
 
     # -- out
 
-    def _send(self, group: Group, tensor: Tensor) -> Ticket:
-        if tensor.device != self.device or not can_host(tensor):
-            raise InputError(
-                f"a {type(tensor).__name__} {tuple(tensor.shape)} on {tensor.device} cannot be offloaded by "
-                f"the engine of {self.device}; send plain strided tensors of that device, and no parameters"
-            )
+    def _send(self, group: Group, tensors: Sequence[Tensor]) -> list[Ticket]:
+        for tensor in tensors:
+            if tensor.device != self.device or not can_host(tensor):
+                raise InputError(
+                    f"a {type(tensor).__name__} {tuple(tensor.shape)} on {tensor.device} cannot be offloaded "
+                    f"by the engine of {self.device}; send plain strided tensors of that device, and no "
+                    "parameters"
+                )
         with self._lock:
             self._bury()
-            key = (storage_ref(tensor), tensor._version)
-            known = group._find(key)
-            if known is not None:
-                return known
-            self._link_to_previous(group)
-            ticket = Ticket(group, self._start_flight(tensor))
-            group._tickets[key] = weakref.ref(ticket)
-            for reference in self._lenders.pop(key[0], ()):
-                lender = reference()
-                if lender is not None:
-                    lender.sent_by(ticket, tensor._version)
-            self._settle(self._limit)
-            return ticket
+            keys = [(storage_ref(tensor), tensor._version) for tensor in tensors]
+            new: dict[tuple[Hashable, int], Tensor] = {}
+            tickets: dict[tuple[Hashable, int], Ticket] = {}
+            for key, tensor in zip(keys, tensors, strict=True):
+                known = group._find(key)
+                if known is not None:
+                    tickets[key] = known
+                else:
+                    new.setdefault(key, tensor)
+            if new:
+                self._link_to_previous(group)
+                for key, stored in zip(new, self._start_flights(list(new.values())), strict=True):
+                    tickets[key] = ticket = Ticket(group, stored)
+                    group._tickets[key] = weakref.ref(ticket)
+                    for reference in self._lenders.pop(key[0], ()):
+                        lender = reference()
+                        if lender is not None:
+                            lender.sent_by(ticket, key[1])
+                self._settle(self._limit)
+            return [tickets[key] for key in keys]
 
     def _link_to_previous(self, group: Group) -> None:
         if group._tickets:
@@ -298,40 +307,49 @@ class Engine:
             group._previous = weakref.ref(last)
         self._local.last = weakref.ref(group)
 
-    def _start_flight(self, tensor: Tensor) -> Stored:
-        storage = tensor.untyped_storage()
-        data = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+    def _start_flights(self, tensors: Sequence[Tensor]) -> list[Stored]:
         stream = self._link.current()
-        stored = Stored(
-            witness=tensor.detach(),
-            version=tensor._version,
-            stream=stream,
-            nbytes=storage.nbytes(),
-            device=DeviceCopy(data, stream),
-        )
-        if stored.nbytes == 0:
-            return stored
+        everything = [_on_device(tensor, stream) for tensor in tensors]
+        leaving = [stored for stored in everything if stored.nbytes and self._find_room(stored)]
+        if leaving:
+            for stored, mark in zip(leaving, self._started(leaving), strict=True):
+                if mark is not None:
+                    self._take_off(stored, mark)
+                else:  # keep the device memory: nothing is lost
+                    assert stored.pool is not None
+                    assert stored.extent is not None
+                    self._failures += 1
+                    stored.pool.give(stored.extent, None)
+                    stored.pool = stored.extent = None
+        self._kept_bytes += sum(stored.nbytes for stored in everything if stored.extent is None)
+        self._peak_used_bytes = max(self._peak_used_bytes, self._used_bytes)
+        return everything
+
+    def _find_room(self, stored: Stored) -> bool:
         pool, extent = self._take(stored.nbytes)
         if extent is not None:
-            try:
-                stored.sent = self._link.send(data, extent.memory, extent.read_until)
-            except RuntimeError:  # keep the device memory: nothing is lost
-                self._failures += 1
-                pool.give(extent, None)
-                extent = None
-        if extent is None:
-            self._kept_bytes += stored.nbytes
-            return stored
-        assert stored.sent is not None
+            stored.pool, stored.extent = pool, extent
+        return extent is not None
+
+    def _started(self, leaving: Sequence[Stored]) -> Sequence[Mark | None]:
+        copies = []
+        for stored in leaving:
+            assert stored.device is not None
+            assert stored.extent is not None
+            copies.append(Outbound(stored.device.data, stored.extent.memory, stored.extent.read_until))
+        try:
+            return self._link.send(copies)
+        except RuntimeError:
+            return [None] * len(leaving)
+
+    def _take_off(self, stored: Stored, mark: Mark) -> None:
         assert stored.device is not None
         assert stored.witness is not None
-        stored.pool, stored.extent, stored.in_flight = pool, extent, True
+        stored.sent, stored.in_flight = mark, True
         self._flight_number += 1
-        self._flights.append(Flight(stored, stored.device, stored.witness, stored.sent, self._flight_number))
+        self._flights.append(Flight(stored, stored.device, stored.witness, mark, self._flight_number))
         self._sent_bytes += stored.nbytes
-        self._peak_used_bytes = max(self._peak_used_bytes, self._used_bytes)
         self._in_flight_bytes += stored.nbytes
-        return stored
 
     def _take(self, nbytes: int) -> tuple[Slabs, Extent | None]:
         extent = self._host.take(nbytes)
@@ -562,6 +580,18 @@ def _link_of(device: torch.device) -> Link:
     if device.type == "cpu":
         return SimulatedLink(remember=0)
     raise InputError(f"offload from {device} is not supported; use a CUDA device, or the CPU (simulated)")
+
+
+def _on_device(tensor: Tensor, stream: Stream) -> Stored:
+    storage = tensor.untyped_storage()
+    data = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+    return Stored(
+        witness=tensor.detach(),
+        version=tensor._version,
+        stream=stream,
+        nbytes=storage.nbytes(),
+        device=DeviceCopy(data, stream),
+    )
 
 
 def _written(stored: Stored) -> OffloadError:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from remat._torch_private import active_saved_tensors_hooks, saved_slots, storage_ref
 from remat.records import Recipe, RegionGraph, Role
 from remat.run.meter import storages_of
-from remat.run.moved import Moved, unmove
+from remat.run.moved import Moved, send_all, unmove
 from remat.run.offload import Engine
 
 __all__ = ["Layouts", "Outgoing", "outgoing", "send_out"]
@@ -95,8 +95,7 @@ def send_out(
             one.keep()
         return problem
     group = engine.group(place)
-    for one in moved:
-        one.send(group)
+    send_all(moved, group)
     return problem
 
 

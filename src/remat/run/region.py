@@ -31,7 +31,7 @@ from remat.records import Mode
 from remat.run.checkpoint import Options, needs_gradients, run_checkpointed
 from remat.run.compiled import CompiledBlock
 from remat.run.holders import Counts, Frame, Kept
-from remat.run.moved import Moved, unmove
+from remat.run.moved import Moved, send_all, unmove
 from remat.run.offload import Engine
 from remat.run.outgoing import Layouts, Outgoing, send_out
 from remat.run.program import Program
@@ -320,8 +320,7 @@ class PlannedRegion:
                 lent.lend(self.engine, group)
             if group is not None:
                 together = (*moved[: len(program.moved)], *taps)
-                for number in program.send_order:
-                    together[number].send(group)
+                send_all([together[number] for number in program.send_order], group)
         return ""
 
     def _hook(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from remat.run.hostmem import anonymous_memory
-from remat.run.link import Direction, Link, Mark, Stream
+from remat.run.link import Direction, Link, Mark, Outbound, Stream
 from remat.units import format_bytes
 
 __all__ = ["POISON", "Copy", "SimulatedLink"]
@@ -138,9 +138,15 @@ class SimulatedLink(Link):
 
     # -- copies
 
-    def send(self, source: Tensor, target: Tensor, after: Mark | None) -> Mark:
+    def send(self, copies: Sequence[Outbound]) -> list[Mark | None]:
+        return [self._send(*copy) for copy in copies]
+
+    def _send(self, source: Tensor, target: Tensor, after: Mark | None) -> Mark | None:
         start = self.now if after is None else max(self.now, after.event.end)
-        return self._ask(Direction.OUT, source, target, start)
+        try:
+            return self._ask(Direction.OUT, source, target, start)
+        except RuntimeError:
+            return None
 
     def fetch(self, source: Tensor, stream: Stream, after: Mark) -> tuple[Tensor, Mark]:
         target = torch.empty(source.shape, dtype=torch.uint8)
@@ -158,7 +164,7 @@ class SimulatedLink(Link):
         self._free_at[direction] = end
         self._pending.append(copy)
         self.history.append(copy)
-        return Mark(copy.number, copy)
+        return Mark(copy.number, direction, copy)
 
     def _carry_out(self, until: float) -> None:
         """Move the bytes of every copy that has ended by then, in the order in which they ended."""

@@ -22,6 +22,7 @@ __all__ = ["SLAB_BYTES", "Extent", "Slabs", "aligned"]
 
 SLAB_BYTES = 64 * 2**20
 _ALIGNMENT = 512  # what copy engines like; extents stay a multiple of it apart
+_PIECES = 4096  # that a slab remembers: every step asks for the same
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +36,7 @@ class Extent:
 
     @property
     def memory(self) -> Tensor:
-        return self.slab.memory[self.offset : self.offset + self.nbytes]
+        return self.slab.piece(self.offset, self.nbytes)
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Slab:
 
     memory: Tensor
     gaps: list[Gap] = field(init=False)
+    pieces: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.gaps = [Gap(0, self.memory.nbytes, None)]
@@ -64,6 +66,15 @@ class Slab:
     @property
     def is_empty(self) -> bool:
         return len(self.gaps) == 1 and self.gaps[0].nbytes == self.memory.nbytes
+
+    def piece(self, offset: int, nbytes: int) -> Tensor:
+        """Made once: that takes the host as long as an operation on the device."""
+        found = self.pieces.get((offset, nbytes))
+        if found is None:
+            if len(self.pieces) >= _PIECES:
+                self.pieces.clear()
+            found = self.pieces[offset, nbytes] = self.memory[offset : offset + nbytes]
+        return found
 
     def take(self, nbytes: int) -> Extent | None:
         size = aligned(nbytes)

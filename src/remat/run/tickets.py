@@ -124,11 +124,14 @@ class Group:
         self._tickets: dict[tuple[Hashable, int], weakref.ref[Ticket]] = {}
 
     def send(self, tensor: Tensor) -> Ticket:
-        """Start to move the tensor's storage to the host. Tensors of one storage get the same ticket.
+        return self.send_all([tensor])[0]
+
+    def send_all(self, tensors: Sequence[Tensor]) -> list[Ticket]:
+        """Start to move the tensors' storages to the host. Tensors of one storage get the same ticket.
 
         Send in the order of forward: what was sent last is fetched first.
         """
-        return self.engine._send(self, tensor)
+        return self.engine._send(self, tensors)
 
     def reach(self) -> None:
         """Backward has come to this group's region: what it sent is fetched, and what was sent before it."""

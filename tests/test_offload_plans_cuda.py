@@ -11,7 +11,7 @@ from torch import nn
 import remat
 from remat.planner.link import host_bytes, window_bytes
 from remat.planner.schedule import make_plan
-from remat.records import Action
+from remat.records import Action, Mode
 from test_offload_cuda import delay, host_never_waits
 
 pytestmark = [
@@ -97,6 +97,38 @@ def test_gradients_host_bytes_and_peak_are_as_planned(planned):
         peak = torch.cuda.max_memory_allocated() - before
         assert peak <= 1.02 * (plan.predicted_peak_bytes - plan.profile.step.resident)
     assert handle.engine.counts.pinned_bytes == 0
+
+
+def test_regions_run_again_from_inputs_on_the_host(planned):
+    model, batch, plan = planned
+    profile = plan.profile
+    expected = gradients(model, batch)
+    menus = [profile.kinds[call.kind].menu for call in profile.calls]
+    choices = [next(i for i, entry in enumerate(menu) if entry.mode is Mode.HOSTED) for menu in menus]
+    hosted = make_plan(profile, choices, 1 << 40, strategy="all", allow=ALL)
+    full = make_plan(
+        profile, [kind_of(profile, call).reference for call in profile.calls], 1 << 40, strategy="all"
+    )
+    assert hosted.predicted_peak_bytes < full.predicted_peak_bytes
+    with remat.apply(model, hosted) as handle:
+        for _ in range(2):
+            assert_equal(expected, gradients(model, batch))
+        counts = handle.engine.counts
+        assert counts.sent_bytes == 2 * host_bytes(profile, choices) == 2 * 8 * batch.nbytes
+        assert (counts.kept_bytes, counts.failures) == (0, 0)
+        model.zero_grad(set_to_none=True)
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        model(batch).backward()
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+        assert peak <= 1.02 * (hosted.predicted_peak_bytes - profile.step.resident)
+
+
+def kind_of(profile, call):
+    return profile.kinds[call.kind]
 
 
 def test_slow_copies_change_nothing(planned):

@@ -765,4 +765,9 @@ def _describe(plan: Plan) -> str:
     return f"{', '.join(counts)}; peak {format_bytes(plan.predicted_peak_bytes)} predicted"
 
 
-_WORDS = {Mode.KEEP: "keep", Mode.RECIPE: "by recipe", Mode.FULL: "recompute"}
+_WORDS = {
+    Mode.KEEP: "keep",
+    Mode.RECIPE: "by recipe",
+    Mode.FULL: "recompute",
+    Mode.HOSTED: "recompute from the host",
+}

@@ -222,9 +222,10 @@ def verify(
 
     handle = at_work(model)
     shown = handle.plan if plan is None and handle is not None else plan
-    modes = set() if shown is None else {shown.entry(call).mode for call in range(len(shown.choices))}
+    entries = [] if shown is None else [shown.entry(call) for call in range(len(shown.choices))]
+    modes = {entry.mode for entry in entries}
     tolerance, how = 0.0, "whole step"
-    if shown is not None and (chunked_head(shown) is not None or Mode.CHUNK in modes):
+    if shown is not None and (chunked_head(shown) is not None or any(e.part for e in entries)):
         tolerance = rounding(model)
         parts = chunked_head(shown) or "parts of blocks"
         how += f", {parts} in chunks (rounding may differ by {tolerance:g} of a tensor's magnitude)"

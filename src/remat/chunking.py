@@ -2,7 +2,8 @@
 
 Found by structure: the largest submodule that is called once, with one tensor of (batch, sequence, ...), and
 gives for a piece of the sequence what it gives for the whole. Two entries: the rest of the region as it is,
-and the rest recomputed as a whole. Gradients of parameters are summed over the chunks: equal within rounding.
+and the rest recomputed as a whole; a third does that from inputs that wait on the host. Gradients of
+parameters are summed over the chunks: equal within rounding.
 """
 
 from __future__ import annotations
@@ -51,8 +52,10 @@ def chunk_entries(
     keep: Bench,
     forward_seconds: float,
     make: MakeEntry,
+    hosted: Callable[[Entry], Entry | None] | None = None,
 ) -> list[Entry]:
-    """The entries of this region that run a part of it in chunks, measured; none if no part can be."""
+    """The entries of this region that run a part of it in chunks, measured; none if no part can be. `hosted`:
+    the same with inputs on the host, of an entry that runs the region again."""
     example = species.example
     part = _find(example.module, example.forward, inputs)
     if part is None:
@@ -88,6 +91,10 @@ def chunk_entries(
         entry = make(Mode.CHUNK, measured, extra, graph, len(example.inputs))
         entry = replace(entry, part=part.name, chunk_size=part.size, again=whole, gradient_gap=gap.worst)
         entries.append(entry)
+        if whole and hosted is not None:
+            with _chunked(part):
+                sent = hosted(entry)
+            entries += [sent] if sent is not None else []
     return entries
 
 

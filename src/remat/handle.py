@@ -494,4 +494,5 @@ def _variant(
         (entry.part, entry.chunk_size) if entry.part else None,
         entry.again,
         sent,
+        sends=entry.fetches_inputs if entry.mode is Mode.HOSTED else (),
     )

@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from remat import ranks
+from remat._torch_private import storage_ref
 from remat.check.bench import Bench, bench, timing
 from remat.chunking import chunk_entries
 from remat.errors import CaptureError, RecomputeError
@@ -21,11 +23,13 @@ from remat.planner.pacing import Pace, pace_of, paced_by_host
 from remat.records import Entry, Kind, Mode, Recipe, RegionGraph, Role
 from remat.run.checkpoint import Options, run_checkpointed
 from remat.run.fused import can_fuse, is_exact, is_fusible
+from remat.run.host import can_host
 from remat.run.install import installed_region
 from remat.run.recipe import compile_recipe
 from remat.run.region import PlannedRegion, Variant
 from remat.trace.price import fused_prices, launch_seconds
-from remat.trace.survey import Species
+from remat.trace.survey import Sighting, Species
+from remat.trees import tensors
 from remat.units import format_bytes
 
 __all__ = ["Inputs", "measured_kind", "menu_entry", "sorted_menu"]
@@ -37,6 +41,7 @@ _MOVING = 12  # at most so many that offload are measured
 _LOG = logging.getLogger(__name__)
 _COMPILING_THREADS = 2
 _IDLE_SHARE = 0.5  # of a region's time that the host works at most, for kernels to be compiled meanwhile
+_SMALL_INPUT = 16  # times smaller than the largest: a copy of its own costs more than it is worth
 _LEAST_SHARE = 0.8  # of the priced replay seconds that a measured entry is believed to cost at the least
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -76,6 +81,11 @@ def measured_kind(
         menu_entry(Mode.KEEP, keep, 0.0, graph, len(example.inputs)),
         menu_entry(Mode.FULL, again, whole, None, len(example.inputs)),
     ]
+    hosted: Callable[[Entry], Entry | None] | None = None
+    if host is not None and like is None:
+        hosted = partial(_hosted, species, inputs, device, host)
+        sent = hosted(entries[1])
+        entries += [sent] if sent is not None else []
     note = species.note
     fuse = ranks.all_of(can_fuse(device))
     menu = _recipes(graph, pace, links, fuse) if like is None else _recipes_of(like, graph)
@@ -97,7 +107,7 @@ def measured_kind(
         extra = _recipe_extra(recipe, measured, keep, graph, pace, replays)
         entries.append(menu_entry(Mode.RECIPE, measured, extra, graph, len(example.inputs), recipe))
     if parts:
-        entries += chunk_entries(species, inputs, device, keep, forward_seconds, menu_entry)
+        entries += chunk_entries(species, inputs, device, keep, forward_seconds, menu_entry, hosted)
     return Kind(
         signature=species.signature,
         menu=sorted_menu(entries),
@@ -291,6 +301,51 @@ def _bench_recipe(
 
 def _nothing() -> None:
     pass
+
+
+def _hosted(species: Species, inputs: Inputs, device: torch.device, host: Hosting, of: Entry) -> Entry | None:
+    """This entry, which runs the whole region again, with the inputs on the host that nobody else has; None:
+    there are none, or the host has no memory."""
+    example = species.example
+    given = tensors(inputs)
+    places = _own_inputs(example, given, device)
+    stayed = host.engine.counts.kept_bytes
+    if places:
+        variant = Variant(Mode.HOSTED, sends=places)
+        planned = PlannedRegion(example.name, example.tower, {species.signature: variant})
+        planned.engine = host.engine
+        with installed_region(example.module, example.forward, planned) as call:
+            settling = Settling(call, host.engine)
+            measured = bench(
+                settling, inputs, (example.module,), device, timed=False, at_backward=settling.fetch
+            )
+    if not ranks.all_of(bool(places) and host.engine.counts.kept_bytes == stayed):
+        return None
+    sizes = {storage_ref(given[place]): given[place].untyped_storage().nbytes() for place in places}
+    return replace(
+        of,
+        mode=Mode.HOSTED,
+        resident_bytes=measured.resident_bytes,
+        forward_peak_bytes=measured.forward_peak_bytes,
+        backward_peak_bytes=measured.backward_peak_bytes,
+        holds_inputs=tuple(place for place in range(len(example.inputs)) if place not in places),
+        host_bytes=sum(sizes.values()),
+        fetches_inputs=places,
+    )
+
+
+def _own_inputs(example: Sighting, given: Sequence[torch.Tensor], device: torch.device) -> tuple[int, ...]:
+    """Places of the inputs that go to the host: those that no other region reads, that are not handed on as
+    outputs, and that the model does not write to later."""
+    stay = example.shared | example.written_later
+    stay |= {place for place, boundary in enumerate(example.inputs) if boundary in example.outputs}
+    free = [
+        place
+        for place, tensor in enumerate(given)
+        if place not in stay and tensor.device.type == device.type and can_host(tensor)
+    ]
+    largest = max((given[place].nbytes for place in free), default=0)
+    return tuple(place for place in free if given[place].nbytes * _SMALL_INPUT >= largest)
 
 
 def menu_entry(

@@ -42,6 +42,7 @@ class Mode(str, Enum):
     COMPILED = "compiled"  # one compiled graph, which holds what its recipe keeps and computes the rest again
     CHUNK = "chunk"  # a part of it (its MLP) runs over pieces of the sequence, and again so in backward
     FULL = "full"  # torch.utils.checkpoint: the whole region runs again in backward
+    HOSTED = "hosted"  # the same from inputs that wait on the host meanwhile; a part perhaps in chunks
 
 
 class Role(str, Enum):
@@ -248,9 +249,9 @@ class Entry:
     recipe: Recipe | None = None
     measured: bool = False
     gradient_gap: float = 0.0  # to the untouched region's, as a share of their norm; 0.0: equal to the bit
-    part: str = ""  # mode CHUNK: the submodule that runs in chunks
+    part: str = ""  # modes CHUNK and HOSTED: the submodule that runs in chunks
     chunk_size: int = 0  # positions in one chunk
-    again: bool = False  # mode CHUNK: the rest of the region is recomputed as a whole
+    again: bool = False  # with such a part: the rest of the region is recomputed as a whole
     fetches_inputs: tuple[
         int, ...
     ] = ()  # positions of inputs that wait on the host; its backward peak has them

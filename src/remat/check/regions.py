@@ -21,7 +21,7 @@ from remat._torch_private import storage_ref
 from remat.check.untouched import backward, untouched
 from remat.check.verify import Verification
 from remat.records import Mode
-from remat.run.region import PlannedRegion
+from remat.run.region import PlannedRegion, Variant
 from remat.trace.capture import entry_copies
 from remat.trees import map_tensors, tensors
 
@@ -48,7 +48,7 @@ def verify_regions(
     """
     chosen = [r for r in regions if r.name in compare and any(v.program for v in r.variants.values())]
     compiled = [v for r in regions for v in r.variants.values() if v.compiled is not None]
-    chunked = [v for r in regions for v in r.variants.values() if v.mode is Mode.CHUNK]
+    chunked = [v for r in regions for v in r.variants.values() if v.chunk is not None]
     before = {region.name: region.counts.fallbacks for region in regions}
     with untouched(model):
         try:
@@ -61,7 +61,7 @@ def verify_regions(
         untrained = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
     failed = [region for region in regions if region.counts.fallbacks > before[region.name]]
     compared = sum(len(v.program.slots) for r in chosen for v in r.variants.values() if v.program)
-    whole = sum(all(v.mode is Mode.FULL for v in region.variants.values()) for region in regions)
+    whole = sum(all(_is_whole(v) for v in region.variants.values()) for region in regions)
     how = f"rebuilt where they stand, in {len(chosen)} of {len(regions)} planned regions"
     if len(chosen) < len(regions) - whole - len(compiled) - len(chunked):
         how += " (the others have no room for both; each distinct region was compared alone)"
@@ -102,6 +102,10 @@ class GradientGap:
         if self.where < 0:
             return "equal" if self.exact else "another number of tensors gets one"
         return f"tensor {self.where} is off by {self.worst:.2g} of its norm"
+
+
+def _is_whole(variant: Variant) -> bool:
+    return variant.mode in (Mode.FULL, Mode.HOSTED) and variant.chunk is None
 
 
 def gradients_of(

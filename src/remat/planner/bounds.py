@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from remat.errors import RematError
 from remat.planner.chain import Chain, bound_seconds, chain, least_peak
@@ -12,14 +12,16 @@ from remat.planner.program import (
     Window,
     lagrangian_bound,
     memory_prices,
+    program,
     programs,
     solve_milp,
     window_sizes,
 )
 from remat.planner.simulate import simulate
-from remat.records import Action, Profile
+from remat.planner.ties import disagreement
+from remat.records import Action, Mode, Profile
 
-__all__ = ["least_budget", "least_choices", "time_lower_bound"]
+__all__ = ["all_hosted", "least_budget", "least_choices", "time_lower_bound"]
 
 DEFAULT_ALLOW = (Action.KEEP, Action.RECOMPUTE)
 
@@ -32,7 +34,10 @@ def least_budget(profile: Profile, allow: Sequence[Action] = DEFAULT_ALLOW) -> i
         ways = [(without, None)] if Action.KEEP in allow or Action.RECOMPUTE in allow else []
         ways += [(allow, Window(nbytes)) for nbytes in sizes]
     problems = [problem for actions, window in ways for problem in programs(profile, actions, window)]
-    return min(simulate(profile, least_choices(p, chain(p))).peak_bytes for p in problems)
+    found = [least_choices(problem, chain(problem)) for problem in problems]
+    if Action.OFFLOAD in allow:
+        found += all_hosted(profile, allow)
+    return min(simulate(profile, choices).peak_bytes for choices in found)
 
 
 def time_lower_bound(profile: Profile, budget_bytes: int, allow: Sequence[Action] = DEFAULT_ALLOW) -> float:
@@ -73,3 +78,23 @@ def least_choices(problem: Program, nested: Chain | None) -> tuple[int, ...]:
 def entries(problem: Program, options: Sequence[int]) -> tuple[int, ...]:
     """From options of the program to entries of the menus."""
     return tuple(call.options[option].entry for call, option in zip(problem.calls, options, strict=True))
+
+
+def all_hosted(profile: Profile, allow: Sequence[Action]) -> Iterator[tuple[int, ...]]:
+    """Every region runs again from inputs on the host, with its part in chunks or not: where the budget is
+    the least, the room that a window leaves everywhere is too much."""
+    problem = program(profile, allow)
+    for in_chunks in (False, True):
+        chosen = []
+        for call, of in zip(problem.calls, profile.calls, strict=True):
+            menu = profile.kinds[of.kind].menu
+            options = [(menu[option.entry], option) for option in call.options]
+            hosted = [option for entry, option in options if entry.mode is Mode.HOSTED]
+            alike = [o for entry, o in options if entry.mode is Mode.HOSTED and bool(entry.part) == in_chunks]
+            fit = alike or hosted or [option for _, option in options]
+            chosen.append(
+                min(fit, key=lambda option: (option.held_bytes, max(option.above, default=0))).entry
+            )
+        choices = tuple(chosen)
+        if disagreement(profile, choices) is None:
+            yield choices

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from remat.records import Entry, Kind, LinkRates, Phase, Profile
+from remat.records import Entry, Kind, LinkRates, Mode, Phase, Profile
 
 __all__ = [
     "LinkPoint",
@@ -100,6 +100,10 @@ class LinkUse:
 def pieces(profile: Profile, call: int, entry: Entry) -> tuple[int, ...]:
     """Bytes of the storages that a call sends in this entry, in the order of sending."""
     graph = profile.kinds[profile.calls[call].kind].graph
+    if entry.mode is Mode.HOSTED:
+        inputs = profile.calls[call].inputs
+        sent = dict.fromkeys(inputs[position] for position in entry.fetches_inputs)
+        return tuple(profile.boundary_bytes[boundary] for boundary in sent)
     if entry.recipe is None or graph is None or not entry.recipe.offloaded:
         return (entry.host_bytes,) if entry.host_bytes else ()
     return tuple(graph.storages[s].nbytes for s in entry.recipe.offloaded)

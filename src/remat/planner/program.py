@@ -169,6 +169,8 @@ def actions(entry: Entry) -> frozenset[Action]:
         return frozenset(needed or {Action.KEEP})
     if entry.recipe is None or entry.recipe.dropped:
         needed.add(Action.RECOMPUTE)
+    if entry.part:
+        needed.add(Action.CHUNK)
     return frozenset(needed)
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from remat.errors import InputError
-from remat.planner.bounds import entries, least_choices
+from remat.planner.bounds import all_hosted, entries, least_choices
 from remat.planner.chain import Chain, chain, fastest
 from remat.planner.link import hidden_seconds, host_bytes, shares_of_link
 from remat.planner.program import Program, Window, memory_prices, program, solve_milp, window_sizes
@@ -69,6 +69,9 @@ def proposals(profile: Profile, budget_bytes: int, allow: Sequence[Action]) -> I
         for window in others:
             with suppress(InputError):  # a call may do nothing but send, and not so much
                 yield from _of_window(profile, budget_bytes, allow, window)
+    simulator = Simulator(profile)
+    for choices in all_hosted(profile, allow):
+        yield _proposal(simulator, choices)
 
 
 def _waits(proposal: Proposal) -> bool:

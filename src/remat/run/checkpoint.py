@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from remat._torch_private import StopRecomputation, active_saved_tensors_hooks, flatten, in_functorch
 from remat.errors import InputError, RecomputeError
-from remat.run.inputs import Inputs
+from remat.run.inputs import Inputs, Leaving
 from remat.run.meter import SavedBytes
 from remat.run.rng import RandomState, SameChance, restored
 from remat.run.state import ModuleState, modules_of, norms_behind, untouched_statistics
@@ -177,14 +177,16 @@ def run_checkpointed(
     options: Options,
     modules: tuple[nn.Module, ...] = (),
     observer: Observer | None = None,
+    leaving: Leaving | None = None,
 ) -> Any:
-    """Checkpoint one call. `modules`: those that `fn` runs, if known; their state is followed then."""
+    """Checkpoint one call. `modules`: those that `fn` runs, if known; their state is followed then.
+    `leaving`: the inputs that wait on the host, where neither all of them do (`options.offload`) nor none."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or in_functorch():
         return fn(*args, **kwargs)
     leaves, build = flatten((args, kwargs))
     if modules and not needs_gradients(leaves, modules):
         return fn(*args, **kwargs)
-    call = _Call(fn, args, kwargs, Inputs(leaves, build, modules), options, modules, observer)
+    call = _Call(fn, args, kwargs, Inputs(leaves, build, modules), options, modules, observer, leaving)
     hints = [torch.empty(0, device=d) for d in call.devices if d.type != "cuda"][:1]  # autocast's device
     output = torch_checkpoint(
         call,
@@ -210,8 +212,10 @@ class _Call:
         options: Options,
         modules: tuple[nn.Module, ...],
         observer: Observer | None,
+        leaving: Leaving | None,
     ) -> None:
         self._fn = fn
+        self._leaving = leaving
         self._run = SameChance(fn)
         self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self._inputs = inputs
@@ -261,7 +265,8 @@ class _Call:
             end = self._entry.now()
             drew = end != self._entry
             self._entry, self._exit = (self._entry, end) if drew else (None, None)
-        held = self._inputs.settle(self.name, offload=self._options.offload)
+        held = self._inputs.settle(self.name, offload=self._leaving or self._options.offload)
+        self._leaving = None  # it holds the tensors
         for state in self._state:
             state.settle(self.name)
         if self._saved is not None and self._observer is not None:

@@ -1,14 +1,15 @@
-"""Inputs of checkpointed regions on the host, by hand: through the same engine as plans use.
+"""Inputs of checkpointed regions on the host.
 
-One engine per device serves the whole process: graphs of any model take turns. It keeps its pinned memory for
-the next step, until `release` (remat.disable) or the end of the process.
+By hand, one engine per device serves the whole process: graphs of any model take turns. It keeps its pinned
+memory for the next step, until `release` (remat.disable) or the end of the process. Plans have engines of
+their own.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,20 +48,20 @@ class Hosted:
         return sum(ticket.nbytes for ticket in {id(view.ticket): view.ticket for view in self.views}.values())
 
 
-def to_host(tensors: Sequence[Tensor]) -> Hosted:
-    """Start to move the storages of `tensors` to the host, behind what is computed next."""
-    groups: dict[torch.device, Group] = {}
+def to_host(tensors: Sequence[Tensor], group: Group | None = None) -> Hosted:
+    """Start to move the storages of `tensors` to the host, behind what is computed next: by the engine of
+    `group`, if there is one."""
     storages: dict[Hashable, Tensor] = {}
     for tensor in tensors:
         storages.setdefault(storage_ref(tensor), tensor)
-    for device in {tensor.device for tensor in tensors}:
-        engine = _engine(device)
-        if device.type == "cuda":  # as long as the next region runs, this one's copies may be under way
-            sizes = (t.untyped_storage().nbytes() for t in storages.values() if t.device == device)
-            engine.widen(sum(sizes))
-        groups[device] = engine.group(next(_order))
-    with torch.no_grad():
-        tickets = {key: groups[tensor.device].send(tensor) for key, tensor in storages.items()}
+    by_device: dict[torch.device, dict[Hashable, Tensor]] = {}
+    for key, tensor in storages.items():
+        by_device.setdefault(tensor.device, {})[key] = tensor
+    tickets: dict[Hashable, Ticket] = {}
+    for device, sent in by_device.items():
+        through = _group(device, sent.values()) if group is None else group
+        with torch.no_grad():
+            tickets.update(zip(sent, through.send_all(list(sent.values())), strict=True))
     return Hosted(
         tuple(
             _View(
@@ -74,6 +75,13 @@ def to_host(tensors: Sequence[Tensor]) -> Hosted:
             for tensor in tensors
         )
     )
+
+
+def _group(device: torch.device, tensors: Iterable[Tensor]) -> Group:
+    engine = _engine(device)
+    if device.type == "cuda":  # as long as the next region runs, this one's copies may be under way
+        engine.widen(sum(tensor.untyped_storage().nbytes() for tensor in tensors))
+    return engine.group(next(_order))
 
 
 def to_device(hosted: Hosted) -> list[Tensor]:

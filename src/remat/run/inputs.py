@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,9 +12,21 @@ from torch import Tensor, nn
 from remat.errors import RecomputeError
 from remat.run.host import can_host
 from remat.run.hosted import Hosted, to_device, to_host
+from remat.run.offload import Group
 from remat.run.state import habits
 
-__all__ = ["Inputs"]
+__all__ = ["Inputs", "Leaving"]
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """Inputs that are to wait on the host, and by whom they are sent."""
+
+    tensors: Sequence[Tensor]
+    group: Group
+
+    def takes(self, tensor: Tensor) -> bool:
+        return tensor.device == self.group.engine.device and any(tensor is one for one in self.tensors)
 
 
 class Inputs:
@@ -56,8 +69,9 @@ class Inputs:
                 and not (leaf.is_leaf and leaf.requires_grad)  # torch itself forbids writing to those
             }
 
-    def settle(self, region: str, *, offload: bool) -> list[Tensor]:
-        """After forward: find what was written, let go of the rest; returns what stays on the device."""
+    def settle(self, region: str, *, offload: bool | Leaving) -> list[Tensor]:
+        """After forward: find what was written, let go of the rest; returns what stays on the device.
+        `offload`: whether all that can goes to the host, or what of it."""
         written = [
             i for i, tensor in self._items() if i in self._versions and tensor._version != self._versions[i]
         ]
@@ -72,9 +86,15 @@ class Inputs:
             )
         self._copies = {i: self._copies[i] for i in written}
         rest = {i: tensor for i, tensor in self._items() if i not in self._copies and i in self._versions}
-        away = {i: tensor for i, tensor in rest.items() if offload and can_host(tensor)}
+        leaving = offload if isinstance(offload, Leaving) else None
+        away = {
+            i: tensor
+            for i, tensor in rest.items()
+            if offload and can_host(tensor) and (leaving is None or leaving.takes(tensor))
+        }
         stay = {i: tensor for i, tensor in rest.items() if i not in away}
-        self._hosted = (tuple(away), to_host(list(away.values())) if away else None)
+        group = None if leaving is None else leaving.group
+        self._hosted = (tuple(away), to_host(list(away.values()), group) if away else None)
         self._stash = (tuple(stay), _stash(list(stay.values())) if stay else None)
         gone = {*self._copies, *away, *stay}
         self._leaves = [None if i in gone else leaf for i, leaf in enumerate(self._leaves)]

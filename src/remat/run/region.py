@@ -31,6 +31,7 @@ from remat.records import Mode
 from remat.run.checkpoint import Options, needs_gradients, run_checkpointed
 from remat.run.compiled import CompiledBlock
 from remat.run.holders import Counts, Frame, Kept
+from remat.run.inputs import Leaving
 from remat.run.moved import Moved, send_all, unmove
 from remat.run.offload import Engine
 from remat.run.outgoing import Layouts, Outgoing, send_out
@@ -62,6 +63,7 @@ class Variant:
     again: bool = False  # mode CHUNK: the rest runs again as a whole
     outgoing: Outgoing | None = None  # mode COMPILED: what of its saved set waits on the host
     inside: tuple[str, ...] = ()  # submodules that recompute, each as a whole, where the region is to
+    sends: tuple[int, ...] = ()  # mode HOSTED: places of the tensor inputs that wait on the host
 
 
 # -------------------------------------------------------------------------------------------- the region
@@ -144,7 +146,7 @@ class PlannedRegion:
         if variant.compiled is not None:
             return self._run_compiled(key, variant, variant.compiled, module, forward, args, kwargs, inputs)
         if variant.program is None:
-            return self._recompute(variant, module, forward, args, kwargs)
+            return self._recompute(variant, module, forward, args, kwargs, inputs)
         if active_saved_tensors_hooks() is not None:
             self._fall_back("another saved-tensor hook is active (an outer checkpoint, save_on_cpu)")
             return forward(*args, **kwargs)
@@ -177,6 +179,7 @@ class PlannedRegion:
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        inputs: list[torch.Tensor],
     ) -> Any:
         if variant.inside:  # recomputing a whole model holds all of it in backward
             with ExitStack() as stack:
@@ -185,10 +188,12 @@ class PlannedRegion:
                     wrap(submodule, PlannedRegion(name, self.tower, {}, otherwise=Variant(Mode.FULL)))
                     stack.callback(unwrap, submodule)
                 return forward(*args, **kwargs)
-        options = Options(name=self.name)
-        if self.tower == "functions":  # what stands behind a function is found by looking into it
-            return run_checkpointed(forward, args, kwargs, options)
-        return run_checkpointed(forward, args, kwargs, options, (module,))
+        leaving = None
+        if variant.sends and self.engine is not None:
+            leaving = Leaving([inputs[place] for place in variant.sends], self.engine.group(self.place))
+        # What stands behind a function is found by looking into it.
+        modules = () if self.tower == "functions" else (module,)
+        return run_checkpointed(forward, args, kwargs, Options(name=self.name), modules, leaving=leaving)
 
     def _run_compiled(
         self,
@@ -208,7 +213,7 @@ class PlannedRegion:
                 raise
             self._fall_back(compiler_reason(error))
             self.known[key] = again = Variant(Mode.FULL, inside=variant.inside)
-            return self._recompute(again, module, forward, args, kwargs)
+            return self._recompute(again, module, forward, args, kwargs, inputs)
         sends = variant.outgoing is not None and self.engine is not None
         node = compiled_node(tensors(output), inputs) if sends or self.counts.calls == 1 else None
         if self.counts.calls == 1 and node is None:

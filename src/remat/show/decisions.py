@@ -66,9 +66,14 @@ class RegionRow:
 
 def way(entry: Entry) -> str:
     """'keep', 'full', 'compiled', 'offload', 'chunk' ('+full': the rest runs again), or 'recipe/9', which
-    drops nine saved tensors; '+offload' if others wait on the host."""
-    if entry.mode is Mode.CHUNK and entry.again:
-        return f"{Mode.CHUNK.value}+{Mode.FULL.value}"
+    drops nine saved tensors; '+offload' if others, or the inputs to run again from, wait on the host."""
+    if entry.mode is Mode.HOSTED or entry.again:
+        ways = (
+            Mode.CHUNK.value if entry.part else "",
+            Mode.FULL.value,
+            "offload" if entry.host_bytes else "",
+        )
+        return "+".join(filter(None, ways))
     if entry.mode is not Mode.RECIPE or entry.recipe is None:
         offloads = entry.mode is Mode.COMPILED and entry.host_bytes
         return f"{entry.mode.value}+offload" if offloads else entry.mode.value
@@ -121,9 +126,15 @@ def _region_reason(kind: Kind, entry: Entry) -> str:
     if entry.mode is Mode.FULL:
         why = f" (no recipes: {kind.note})" if kind.note else ""
         return f"{price}: runs again as a whole{why}"
-    if entry.mode is Mode.CHUNK:
-        rest = ", the rest again as a whole" if entry.again else ""
-        return f"{price}: {entry.part} runs {entry.chunk_size} positions at a time{rest}"
+    if entry.mode in (Mode.CHUNK, Mode.HOSTED):
+        parts = []
+        if entry.part:
+            parts.append(f"{entry.part} runs {entry.chunk_size} positions at a time")
+        if entry.mode is Mode.HOSTED or entry.again:
+            parts.append("the rest again as a whole" if entry.part else "runs again as a whole")
+        if entry.host_bytes:
+            parts.append(f"its inputs wait on the host ({format_bytes(entry.host_bytes)})")
+        return f"{price}: {', '.join(parts)}"
     assert entry.recipe is not None
     if entry.mode is Mode.COMPILED:
         host = f"; {format_bytes(entry.host_bytes)} wait on the host" if entry.host_bytes else ""
@@ -227,6 +238,8 @@ def _decision(graph: RegionGraph, storage: int, entry: Entry) -> tuple[Action, s
         return Action.CHUNK, f"kept, or made again by the chunks of {entry.part}"
     if recipe is None:
         if role is Role.INPUT:
+            if any(graph.values[graph.inputs[place]].storage == storage for place in entry.fetches_inputs):
+                return Action.OFFLOAD, "waits on the host until the region runs again from it"
             return Action.KEEP, "the region runs again from its inputs"
         return Action.RECOMPUTE, "the region runs again as a whole"
     if storage in recipe.offloaded:

@@ -85,7 +85,10 @@ def measured_kind(
     if host is not None and like is None:
         hosted = partial(_hosted, species, inputs, device, host)
         sent = hosted(entries[1])
-        entries += [sent] if sent is not None else []
+        if ranks.all_of(sent is not None) and sent is not None:
+            entries.append(sent)
+        else:
+            hosted = None
     note = species.note
     fuse = ranks.all_of(can_fuse(device))
     menu = _recipes(graph, pace, links, fuse) if like is None else _recipes_of(like, graph)
@@ -309,17 +312,16 @@ def _hosted(species: Species, inputs: Inputs, device: torch.device, host: Hostin
     example = species.example
     given = tensors(inputs)
     places = _own_inputs(example, given, device)
+    if not places:
+        return None
+    variant = Variant(Mode.HOSTED, sends=places)
+    planned = PlannedRegion(example.name, example.tower, {species.signature: variant})
+    planned.engine = host.engine
     stayed = host.engine.counts.kept_bytes
-    if places:
-        variant = Variant(Mode.HOSTED, sends=places)
-        planned = PlannedRegion(example.name, example.tower, {species.signature: variant})
-        planned.engine = host.engine
-        with installed_region(example.module, example.forward, planned) as call:
-            settling = Settling(call, host.engine)
-            measured = bench(
-                settling, inputs, (example.module,), device, timed=False, at_backward=settling.fetch
-            )
-    if not ranks.all_of(bool(places) and host.engine.counts.kept_bytes == stayed):
+    with installed_region(example.module, example.forward, planned) as call:
+        settling = Settling(call, host.engine)
+        measured = bench(settling, inputs, (example.module,), device, timed=False, at_backward=settling.fetch)
+    if host.engine.counts.kept_bytes > stayed:
         return None
     sizes = {storage_ref(given[place]): given[place].untyped_storage().nbytes() for place in places}
     return replace(
@@ -342,7 +344,10 @@ def _own_inputs(example: Sighting, given: Sequence[torch.Tensor], device: torch.
     free = [
         place
         for place, tensor in enumerate(given)
-        if place not in stay and tensor.device.type == device.type and can_host(tensor)
+        if place not in stay
+        and tensor.device.type == device.type
+        and can_host(tensor)
+        and tensor.untyped_storage().nbytes() <= tensor.nbytes  # or somebody else has the rest of it
     ]
     largest = max((given[place].nbytes for place in free), default=0)
     return tuple(place for place in free if given[place].nbytes * _SMALL_INPUT >= largest)

@@ -475,7 +475,7 @@ def test_offload_copies_each_storage_once_and_never_a_parameter(monkeypatch: pyt
 
     hosted = []
     original = inputs.to_host
-    monkeypatch.setattr(inputs, "to_host", lambda tensors: hosted.append(original(tensors)) or hosted[-1])
+    monkeypatch.setattr(inputs, "to_host", lambda *given: hosted.append(original(*given)) or hosted[-1])
     base = torch.randn(4, 6, requires_grad=True)
     x, weight = base * 1, nn.Parameter(torch.randn(6, 6))
 

@@ -213,3 +213,78 @@ def test_a_saved_plan_does_the_same(tmp_path: Path) -> None:
     assert again == plan
     assert region_rows(again)[0].way == "full+offload"
     assert_step_unchanged(case, lambda model: remat.apply(model, again))
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(self.first(torch.sin(a))) + 1, torch.tanh(self.second(torch.sin(b))) + 1
+
+
+class Shared(nn.Module):
+    """The first block is called again and again; in its last call another block reads its input, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, WIDTH)
+        self.blocks = nn.ModuleList(Pair() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = self.embed(x)
+        a, b = a + 1, a + 2
+        for _ in range(6):
+            a, b = self.blocks[0](a, b)
+        read_twice = b
+        a, b = self.blocks[0](a, read_twice)
+        a, b = self.blocks[1](a, read_twice)
+        for block in self.blocks[2:]:
+            a, b = block(a, b)
+        return a + b
+
+
+def test_calls_that_cannot_be_told_apart_send_the_same_inputs() -> None:
+    torch.manual_seed(0)
+    case = Case(Shared(), torch.randn(128, 8), squared)
+    for parameter in case.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    profile = profile_of(case)
+    sent = {
+        (profile.calls[call].kind, entry.fetches_inputs)
+        for call in range(7)
+        for entry in profile.kinds[profile.calls[call].kind].menu
+        if entry.mode is Mode.HOSTED
+    }
+    assert len(sent) == 2  # the last call is of another kind, and its second input is not its own
+    least = least_budget(profile, list(map(Action, HOST)))
+    plan = remat.plan(profile, least, allow=HOST)
+    with remat.apply(case.model, plan):
+        assert peak_bytes(case) <= least - profile.step.resident - profile.step.gradients
+
+
+class Writing(nn.Module):
+    """A function as a region, that writes to its input: it cannot run again from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.weight = nn.Linear(8, WIDTH), nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
+        self.half = remat.region("half", self._half)
+
+    def _half(self, x: Tensor) -> Tensor:
+        x.mul_(0.5)
+        return torch.tanh(torch.sin(x) @ self.weight) + x
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x) + 1
+        for _ in range(3):
+            x = self.half(x)
+        return x
+
+
+def test_a_function_that_writes_to_its_input_has_no_such_entry() -> None:
+    torch.manual_seed(0)
+    case = Case(Writing(), torch.randn(16, 8), squared)
+    profile = profile_of(case)
+    assert Mode.HOSTED not in {entry.mode for kind in profile.kinds for entry in kind.menu}

@@ -308,7 +308,7 @@ def _nothing() -> None:
 
 def _hosted(species: Species, inputs: Inputs, device: torch.device, host: Hosting, of: Entry) -> Entry | None:
     """This entry, which runs the whole region again, with the inputs on the host that nobody else has; None:
-    there are none, or the host has no memory."""
+    there are none, the host has no memory, or the region cannot run again so."""
     example = species.example
     given = tensors(inputs)
     places = _own_inputs(example, given, device)
@@ -320,7 +320,12 @@ def _hosted(species: Species, inputs: Inputs, device: torch.device, host: Hostin
     stayed = host.engine.counts.kept_bytes
     with installed_region(example.module, example.forward, planned) as call:
         settling = Settling(call, host.engine)
-        measured = bench(settling, inputs, (example.module,), device, timed=False, at_backward=settling.fetch)
+        try:
+            measured = bench(
+                settling, inputs, (example.module,), device, timed=False, at_backward=settling.fetch
+            )
+        except RecomputeError:  # a function that writes to its inputs
+            return None
     if host.engine.counts.kept_bytes > stayed:
         return None
     sizes = {storage_ref(given[place]): given[place].untyped_storage().nbytes() for place in places}

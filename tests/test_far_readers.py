@@ -19,6 +19,7 @@ from reference import assert_step_unchanged
 from remat.check.live import LiveBytes
 from remat.planner.schedule import make_plan
 from remat.planner.simulate import simulate, spans
+from remat.records import Phase
 
 WIDTH = 16
 
@@ -152,3 +153,39 @@ def test_budgets_are_met_and_gradients_are_the_same(model: nn.Module, batch: Ten
         plan = remat.plan(profile, error.needed)
     assert peak_bytes(model, batch, plan) <= plan.budget_bytes - there
     assert_step_unchanged(Case(model, batch, squared), lambda model: remat.apply(model, plan))
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(8 * WIDTH, WIDTH)
+
+    def forward(self, scale: Tensor, x: Tensor, skip: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x + skip))) * scale  # the scale's gradient is there first
+
+
+class Given(nn.Module):
+    """Every block reads what it shares with another, and a parameter of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 5)
+        self.scales = nn.ParameterList(torch.ones(WIDTH) for _ in range(3))
+        self.blocks = nn.ModuleList(Scaled() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.head(
+            sum(block(scale, x, x) for block, scale in zip(self.blocks, self.scales, strict=True))
+        )
+
+
+def test_a_leafs_gradient_does_not_end_a_backward() -> None:
+    torch.manual_seed(0)
+    model, batch = Given(), torch.randn(64, 8)
+    profile = remat.profile(model, batch, loss=squared)
+    saved = batch.shape[0] * 8 * WIDTH * 4
+    for call in range(3):
+        own = [s for s in profile.segments if s.call == call and s.phase is Phase.BACKWARD]
+        assert max(s.peak_bytes - s.start_bytes for s in own) > 2 * saved  # its products are in it
+    assert all(s.peak_bytes - s.start_bytes < saved for s in profile.segments if s.call < 0)

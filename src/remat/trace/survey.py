@@ -541,7 +541,8 @@ class _Clock:
     def _watch_backward(self, call: int, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
         elsewhere = self._elsewhere[call] if call < len(self._elsewhere) else frozenset()
         wanted = {place for place, tensor in enumerate(inputs) if tensor.requires_grad}
-        waiting = wanted - elsewhere or wanted
+        leaves = {place for place in wanted if inputs[place].grad_fn is None}  # served as soon as they can be
+        waiting = wanted - elsewhere - leaves or wanted - leaves or wanted
         nodes = list(dict.fromkeys(tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None))
         count = len(nodes)  # hooks that know the nodes themselves would keep them
         begun: set[int] = set()
@@ -582,10 +583,7 @@ class _Clock:
         for number, node in enumerate(nodes):
             node.register_prehook(begin(number))
         for place in sorted(wanted):
-            maker = inputs[
-                place
-            ].grad_fn  # it has a gradient to work on; a leaf is served as soon as it can be
-            before = maker is not None and maker not in nodes
+            before = place not in leaves and inputs[place].grad_fn not in nodes
             inputs[place].register_hook(arrived(place, before))  # type: ignore[no-untyped-call]
 
     def _end_those_after(self, call: int) -> None:

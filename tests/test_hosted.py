@@ -92,11 +92,15 @@ def peak_bytes(case: Case) -> int:
         return live.peak_bytes - there
 
 
-@pytest.mark.parametrize("options", [{}, {"dropout": 0.1}, {"inplace": True}])
+@pytest.mark.parametrize("options", [{}, {"dropout": 0.1}])
 def test_gradients_are_those_of_the_untouched_model(options: dict[str, float]) -> None:
     case = case_of(**options)
     plan = hosted_plan(profile_of(case))
     assert_step_unchanged(case, lambda model: remat.apply(model, plan), passes=2)
+
+
+def test_a_block_that_writes_to_its_input_holds_a_copy_and_sends_nothing() -> None:
+    assert Mode.HOSTED not in menu_of(profile_of(case_of(inplace=True)))
 
 
 def test_only_what_no_other_region_reads_goes_to_the_host() -> None:

@@ -456,7 +456,8 @@ def _fallbacks(patient: _Patient) -> Iterator[Finding]:
     if plan is None:
         yield _not_checked("no plan could be made")
         return
-    whole = [plan.profile.calls[i].name for i in range(len(plan.choices)) if plan.entry(i).mode is Mode.FULL]
+    modes = [plan.entry(i).mode for i in range(len(plan.choices))]
+    whole = [mode for mode in modes if mode in (Mode.FULL, Mode.HOSTED)]
     if len(whole) == len(plan.choices):
         yield Finding(
             NOTE,

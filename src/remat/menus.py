@@ -317,7 +317,8 @@ def _hosted(species: Species, inputs: Inputs, device: torch.device, host: Hostin
     variant = Variant(Mode.HOSTED, sends=places)
     planned = PlannedRegion(example.name, example.tower, {species.signature: variant})
     planned.engine = host.engine
-    stayed = host.engine.counts.kept_bytes
+    sizes = {storage_ref(given[place]): given[place].untyped_storage().nbytes() for place in places}
+    before = host.engine.counts.sent_bytes
     with installed_region(example.module, example.forward, planned) as call:
         settling = Settling(call, host.engine)
         try:
@@ -326,9 +327,8 @@ def _hosted(species: Species, inputs: Inputs, device: torch.device, host: Hostin
             )
         except RecomputeError:  # a function that writes to its inputs
             return None
-    if host.engine.counts.kept_bytes > stayed:
-        return None
-    sizes = {storage_ref(given[place]): given[place].untyped_storage().nbytes() for place in places}
+    if host.engine.counts.sent_bytes - before != sum(sizes.values()):
+        return None  # the host has no memory, or the region writes to an input, of which it holds a copy
     return replace(
         of,
         mode=Mode.HOSTED,

@@ -22,6 +22,7 @@ from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import coo_array, csr_array, hstack
 
 from remat.errors import InputError
+from remat.planner.link import pieces
 from remat.planner.simulate import (
     Boundary,
     HeldOutput,
@@ -322,6 +323,8 @@ def _options(
             continue
         if entry.host_bytes and (span is None or not span.recorded):
             continue  # it never comes back: nothing is gained
+        if entry.mode is Mode.HOSTED and sum(pieces(profile, index, entry)) != entry.host_bytes:
+            continue  # this call's input is a part of a larger tensor
         if window is not None and not window.lets(index, entry.host_bytes):
             continue
         found[number] = Option(

@@ -273,7 +273,7 @@ def held_outputs(profile: Profile) -> tuple[HeldOutput, ...]:
             profile.boundary_bytes[boundary],
             index,
             position,
-            min(done[boundary] + 1, span.returns),
+            max(min(done[boundary] + 1, span.returns), span.forward + 1),
             span.backward,
         )
         for index, (call, span) in enumerate(zip(profile.calls, recorded, strict=True))

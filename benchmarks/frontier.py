@@ -48,7 +48,7 @@ from workloads import CUDA, LLAMA_1B, WORKLOADS, Job, Workload, llama
 
 import remat
 from remat.planner.link import host_bytes
-from remat.records import Action, Entry, Plan, Profile
+from remat.records import Action, Entry, Mode, Plan, Profile
 
 FORMAT = 1
 SHARES = (0.9, 0.7, 0.5, 0.35, 0.25, 0.15, 0.10, 0.06)
@@ -547,7 +547,8 @@ class Planner:
         ways: dict[str, int] = {}
         for call in range(len(plan.choices)):
             entry = plan.entry(call)
-            way = f"{entry.mode.value}{' + host' if entry.host_bytes else ''}"
+            mode = Mode.CHUNK if entry.part else Mode.FULL if entry.mode is Mode.HOSTED else entry.mode
+            way = f"{mode.value}{' + host' if entry.host_bytes else ''}"
             ways[way] = ways.get(way, 0) + 1
         facts: Result = {
             "budget_share": share,

@@ -70,6 +70,18 @@ def gradients(model, batch):
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
+def peak_bytes(model, batch):
+    """Of a step, above what was there before it."""
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    model(batch).backward()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
 def assert_equal(expected, found):
     assert expected.keys() == found.keys()
     assert not [name for name in expected if not torch.equal(expected[name], found[name])]
@@ -87,14 +99,7 @@ def test_gradients_host_bytes_and_peak_are_as_planned(planned):
         assert counts.kept_bytes == counts.failures == counts.used_bytes == 0
         assert counts.peak_in_flight_bytes <= window_bytes(plan.profile, plan.choices)
         assert not [row for row in handle.status().rows if row.fallbacks]
-        model.zero_grad(set_to_none=True)
-        gc.collect()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        model(batch).backward()
-        torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() - before
+        peak = peak_bytes(model, batch)
         assert peak <= 1.02 * (plan.predicted_peak_bytes - plan.profile.step.resident)
     assert handle.engine.counts.pinned_bytes == 0
 
@@ -116,14 +121,7 @@ def test_regions_run_again_from_inputs_on_the_host(planned):
         counts = handle.engine.counts
         assert counts.sent_bytes == 2 * host_bytes(profile, choices) == 2 * 8 * batch.nbytes
         assert (counts.kept_bytes, counts.failures) == (0, 0)
-        model.zero_grad(set_to_none=True)
-        gc.collect()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        model(batch).backward()
-        torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() - before
+        peak = peak_bytes(model, batch)
         assert peak <= 1.02 * (hosted.predicted_peak_bytes - profile.step.resident)
 
 

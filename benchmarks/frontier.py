@@ -547,7 +547,7 @@ class Planner:
         ways: dict[str, int] = {}
         for call in range(len(plan.choices)):
             entry = plan.entry(call)
-            mode = Mode.CHUNK if entry.part else Mode.FULL if entry.mode is Mode.HOSTED else entry.mode
+            mode = Mode.CHUNK if entry.in_chunks else Mode.FULL if entry.mode is Mode.HOSTED else entry.mode
             way = f"{mode.value}{' + host' if entry.host_bytes else ''}"
             ways[way] = ways.get(way, 0) + 1
         facts: Result = {

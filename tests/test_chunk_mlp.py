@@ -79,6 +79,19 @@ class Noisy(nn.Module):
         return x + torch.rand_like(x)
 
 
+class MixingFromZero(nn.Module):
+    """Its positions see each other by way of weights that begin as zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.gamma = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.gelu(self.inner(x))
+        return self.outer(x + self.gamma * x * x.norm(dim=1, keepdim=True))
+
+
 class OverPositions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -103,6 +116,7 @@ MODULES: list[tuple[Callable[[], nn.Module], bool]] = [
     (Pooled, False),
     (Noisy, False),
     (OverPositions, False),
+    (MixingFromZero, False),
     (lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True), False),
 ]
 

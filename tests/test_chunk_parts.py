@@ -144,4 +144,4 @@ def test_parts_are_found_by_what_they_do(make, length, chunked):
     torch.manual_seed(0)
     model = nn.Sequential(*[Block(make()) for _ in range(2)])
     profile = remat.profile(model, torch.randn(2, length, 8), loss=squared, allow=CHUNKS)
-    assert any(entry.mode is Mode.CHUNK for kind in profile.kinds for entry in kind.menu) == chunked
+    assert any(entry.part for kind in profile.kinds for entry in kind.menu) == chunked

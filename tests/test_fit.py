@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import remat
-from models import Case, TinyResNet, own_loss, squared
+from models import Case, MlpBlock, TinyResNet, own_loss, squared
 from reference import assert_same, step
 from remat import fitting
 from remat.check.live import LiveBytes
@@ -479,3 +479,39 @@ def test_on_cuda_room_is_left_for_the_allocators_pieces(accumulate: bool, room: 
     assert plan_below(profile, needed, 0, allowed).predicted_peak_bytes <= (1 - room) * needed
     with pytest.raises(remat.BudgetError):
         plan_below(profile, int(needed * 0.98), 0, allowed)
+
+
+def test_parameters_that_train_later_are_noticed() -> None:
+    """Their gradients, and what those need, are not in the plan; fewer are no reason to do anything."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), *(MlpBlock(16, 0.0) for _ in range(4)))
+    for block in model[1:]:
+        block.requires_grad_(False)
+    given = Case(model, torch.randn(8, 12, 16), squared)
+    handle = remat.fit(model, given.batch, activations=0.8, loss=squared)
+    planned = len(handle.regions)
+    assert planned
+
+    def said() -> list[str]:
+        for _ in range(planned + 1):  # each region looks in its turn
+            model.zero_grad()
+            given.run().backward()
+        return [row.name for row in handle.status().rows if "more parameters train than when" in row.why]
+
+    assert not said()
+    model[0].requires_grad_(True)
+    assert not said()
+    model.requires_grad_(True)
+    assert len(said()) == planned
+    assert any("more parameters train" in str(event) for event in handle.stats.events)
+    model.zero_grad()
+    expected = step(given, _taken_off(model))
+    assert_same(expected, step(given, model))
+    handle.remove()
+
+
+def _taken_off(model: nn.Module) -> nn.Module:
+    twin = copy.deepcopy(model)
+    for module in twin.modules():
+        module.__dict__.pop("forward", None)
+    return twin

@@ -120,17 +120,22 @@ def test_fit_leaves_attributes_as_they_were() -> None:
 
 def test_attributes_that_come_go_and_change() -> None:
     module, bare = nn.BatchNorm1d(2), nn.Linear(2, 2)
-    bare.number = 1
+    bare.number, bare.built, bare.memory = 1, False, torch.zeros(2)
+    everything = Attributes([module, bare], all_state=True)
     module.number, module.gone, module.kept, module.filled = 1, "a", [1], None
     before = Attributes([module, bare])
-    bare.number = 2
+    bare.number, bare.built, bare.memory = 2, True, torch.ones(2)
     module.number, module.came, module.filled = 2, True, torch.ones(3)
     del module.gone
     module.kept.append(2)
     module.eval()
     changed = before.changed()
+    of_bare = {name for place, name, _ in changed if place is bare.__dict__}
+    assert of_bare == {"number", "memory"}  # flags of who has no buffers say other things
+    changed = [one for one in changed if one[0] is module.__dict__]
     assert {name for _, name, _ in changed} == {"number", "gone", "came", "filled"}
-    assert all(place is module.__dict__ for place, _, _ in changed)  # who has no buffers, says other things
+    all_changed = {(place is bare.__dict__, name) for place, name, _ in everything.changed()}
+    assert {(True, "built"), (True, "number"), (False, "training"), (False, "filled")} <= all_changed
     present = exchange(changed)
     assert (module.number, module.gone, module.filled) == (1, "a", None)
     assert not hasattr(module, "came")

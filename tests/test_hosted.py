@@ -188,7 +188,7 @@ def test_a_part_in_chunks_goes_with_it() -> None:
     plan = make_plan(profile, choices, 1 << 40, strategy="optimal", allow=list(map(Action, allow)))
     found = remat.verify(model, case.batch, plan, loss=squared)
     assert found.ok
-    assert "parts of blocks in chunks" in found.how
+    assert "blocks, or parts of them, in chunks" in found.how
     row = region_rows(plan)[0]
     assert row.way == "chunk+full+offload"
     assert "mlp runs 16 positions at a time, the rest again as a whole, its inputs wait on" in row.reason

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import remat
+from models import ZOO
 from planner.build import GraphBuilder
-from remat import wholestep
-from remat.check.bench import Bench
+from remat import menus, wholestep
+from remat.check.bench import Bench, issuing_seconds
 from remat.menus import _full_extra, _recipe_extra, _Replays
-from remat.planner.pacing import pace_of
+from remat.planner.pacing import Pace, Work, pace_of
 from remat.records import Entry, Kind, Mode, Phase, Recipe, Segment
 from remat.trace.price import launch_seconds
 
@@ -61,6 +65,50 @@ def test_where_host_and_device_are_close_timings_of_a_region_alone_do_not_decide
     assert extra == pytest.approx(3e-4)
     again = timed(6.2e-3, 6.19e-3)
     assert 1.3e-3 <= _full_extra(again, keep, 1.3e-3, pace(keep, 1.3e-3)) < 1.7e-3
+
+
+def test_what_the_host_does_more_in_forward_is_added_where_it_hardly_keeps_up():
+    """The same recipe, and one that sends: both take the host longer when forward has returned."""
+    keep = timed(4e-3, 2.2e-3)
+    near = pace_of(keep.seconds, keep.host_seconds, 1.3e-3, LAUNCH, 1.2e-3)
+    stays = replace(timed(4.3e-3, 2.5e-3), host_forward_seconds=1.35e-3)
+    sends = replace(timed(0.0, 0.0), host_forward_seconds=1.7e-3)
+    replays = _Replays()
+    alone = _recipe_extra(DROP, stays, keep, graph(), pace(keep, 1.3e-3), _Replays())
+    assert _recipe_extra(DROP, stays, keep, graph(), near, replays) == pytest.approx(alone + 0.05e-3)
+    assert _recipe_extra(MOVE, sends, keep, graph(), near, replays) == pytest.approx(alone + 0.4e-3)
+
+
+def test_every_way_is_charged_what_its_forward_takes_the_host(monkeypatch):
+    """An accelerator whose host just keeps up with forward, where every other way takes it 0.5 ms more."""
+    case = ZOO["llama"]()
+    monkeypatch.setattr(menus, "_pace", lambda *_: Pace(Work(1e-3, 4e-3), LAUNCH, Work(1e-3, 1e-3)))
+    monkeypatch.setattr(menus, "issuing_seconds", lambda *_: 1.5e-3)
+    allow = ["keep", "recompute", "offload", "chunk"]
+    charged = remat.profile(case.model, case.batch, loss=case.loss, allow=allow).kinds[0].menu
+    monkeypatch.setattr(menus, "issuing_seconds", lambda *_: 1e-3)
+    free = remat.profile(case.model, case.batch, loss=case.loss, allow=allow).kinds[0].menu
+    assert {entry.mode for entry in charged} == {entry.mode for entry in free}
+    assert {Mode.HOSTED, Mode.CHUNK, Mode.RECIPE, Mode.FULL} <= {entry.mode for entry in charged}
+    assert charged[0].extra_seconds == 0.0
+    assert all(entry.extra_seconds >= 5e-4 for entry in charged[1:])
+    sending = [entry.extra_seconds for entry in free if entry.recipe is not None and entry.host_bytes]
+    assert sending  # counted and not timed: the same on a busy machine
+    assert max(sending) < 5e-4
+
+
+def test_the_host_is_timed_alone():
+    slept = []
+
+    def call(x):
+        slept.append(1)
+        time.sleep(0.002 if len(slept) == 1 else 0.001)
+        return x * 2
+
+    x = torch.randn(4, requires_grad=True)
+    assert 0.001 <= issuing_seconds(call, ((x,), {}), torch.device("cpu")) < 0.002
+    assert len(slept) > 2
+    assert x.grad is None
 
 
 def test_without_accelerator_entries_cost_what_their_operations_do():

@@ -559,7 +559,7 @@ def test_the_gain_of_chunks_is_told_from_a_clock_that_slows_down(monkeypatch):
 
     monkeypatch.setattr(wholestep, "_frugal_step", step)
     request = SimpleNamespace(model=model, run=None)
-    assert wholestep._gained(request, [], "lm_head", {}, pairs=2) == pytest.approx(0.01, rel=0.1)
+    assert wholestep._gained(request, [], "lm_head", False, {}, pairs=2) == pytest.approx(0.01, rel=0.1)
     assert chunked == [True, True, False, False, True]
 
 

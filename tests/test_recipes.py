@@ -24,6 +24,7 @@ from remat.errors import RecomputeError
 from remat.records import Mode
 from remat.run.holders import Frame
 from remat.run.program import Program
+from remat.run.wrap import bypass
 
 
 class Block(nn.Module):
@@ -939,3 +940,37 @@ def test_removal_restores_the_model_exactly(case: Case) -> None:
     ]
     assert [sorted(a[0]) for a in before] == [sorted(a[0]) for a in after]
     assert [a[1:] for a in before] == [a[1:] for a in after]
+
+
+class Skipping(nn.Module):
+    """Hands its input on as it is when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.skip = nn.Linear(8, 16), nn.Linear(16, 8), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.skip else x + self.down(torch.tanh(self.up(x)))
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_block_that_hands_its_input_on_does_not_touch_the_block_before(check: bool) -> None:
+    """Their graphs are alike: a walk that began at its output would find the other's tensors."""
+    torch.manual_seed(0)
+    case = Case(nn.Sequential(*(Skipping() for _ in range(3))), torch.randn(5, 8), squared)
+    planned = regions_at(survey_of(case.model, case.run), LEAST, shadow=False, check=check)
+    planned.regions[:] = planned.regions[1:]  # the first keeps everything
+    with on(case.model, planned):
+        for skips in ([], [1], [1, 2], [2], [1]):
+            for number, block in enumerate(case.model):
+                block.skip = number in skips
+            case.model.zero_grad()
+            case.run().backward()
+            found = [p.grad.clone() for p in case.model.parameters() if p.grad is not None]
+            with bypass():
+                case.model.zero_grad()
+                case.run().backward()
+            expected = [p.grad for p in case.model.parameters() if p.grad is not None]
+            assert len(found) == len(expected)
+            assert all(map(torch.equal, found, expected))
+        assert not fallbacks(planned)

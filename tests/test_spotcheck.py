@@ -213,7 +213,28 @@ def test_temperature_as_an_attribute() -> None:
         assert [r.status().mode for r in planned.regions] == ["recipe", "full", "recipe"]
 
 
-@pytest.mark.parametrize("make", [Masked, Chosen, Normalised, Compressed])
+class FromZero(nn.Module):
+    """The number lies in front of a weight that begins as zero: the product is right whatever it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.last, self.temperature = nn.Linear(8, 8), nn.Linear(8, 8), 1.0
+        nn.init.zeros_(self.last.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.last((self.linear(x) * self.temperature).sin()).tanh()
+
+
+class Gated(FromZero):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + ((self.linear(x) * self.temperature).sin() * self.gate).tanh()
+
+
+@pytest.mark.parametrize("make", [Masked, Chosen, Normalised, Compressed, FromZero, Gated])
 def test_a_number_that_other_tensors_hide(make: Callable[[], nn.Module]) -> None:
     case = stack(make, rows=64)
     with on(case.model, planned := plan(case)):

@@ -22,6 +22,8 @@ import torch.utils.checkpoint
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _python_dispatch, _pytree
 
+from remat.trees import field_names, with_fields
+
 __all__ = [
     "WRITTEN",
     "Stock",
@@ -142,9 +144,29 @@ def in_jit_trace() -> bool:
 
 
 def flatten(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Leaves of a pytree, and the function that builds the tree from such a list."""
+    """Leaves of a pytree, in which dataclasses are looked into, and the function that builds the tree from
+    such a list."""
     leaves, spec = _pytree.tree_flatten(tree)
-    return leaves, lambda new: _pytree.tree_unflatten(new, spec)
+    if not any(field_names(leaf) for leaf in leaves):
+        return leaves, lambda new: _pytree.tree_unflatten(new, spec)
+    parts = [_fields(leaf) for leaf in leaves]
+    makers = [(len(inner), make) for inner, make in parts]  # which hold none of the leaves
+
+    def build(new: list[Any]) -> Any:
+        following = iter(new)
+        built = [make([next(following) for _ in range(count)]) for count, make in makers]
+        return _pytree.tree_unflatten(built, spec)
+
+    return [leaf for inner, _ in parts for leaf in inner], build
+
+
+def _fields(leaf: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    names = field_names(leaf)
+    if not names:
+        return [leaf], lambda new: new[0]
+    inner, make = flatten(tuple(getattr(leaf, name) for name in names))
+    empty = with_fields(leaf, dict.fromkeys(names))  # what builds it must not hold its tensors
+    return inner, lambda new: with_fields(empty, dict(zip(names, make(new), strict=True)))
 
 
 def storage_ref(tensor: torch.Tensor) -> Hashable:

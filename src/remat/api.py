@@ -225,9 +225,9 @@ def verify(
     entries = [] if shown is None else [shown.entry(call) for call in range(len(shown.choices))]
     modes = {entry.mode for entry in entries}
     tolerance, how = 0.0, "whole step"
-    if shown is not None and (chunked_head(shown) is not None or any(e.part for e in entries)):
+    if shown is not None and (chunked_head(shown) is not None or any(e.in_chunks for e in entries)):
         tolerance = rounding(model)
-        parts = chunked_head(shown) or "parts of blocks"
+        parts = chunked_head(shown) or "blocks, or parts of them,"
         how += f", {parts} in chunks (rounding may differ by {tolerance:g} of a tensor's magnitude)"
     planned_here = _runs_a_plan(model)
     if shown is None or (plan is None and Mode.COMPILED not in modes):

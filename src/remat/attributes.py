@@ -1,9 +1,9 @@
-"""Plain attributes of modules with buffers: numbers, flags, names, None.
+"""Plain attributes of modules: numbers, flags, names, None.
 
 A module may say in one of them what its buffers hold: `max_seq_len_cached` beside a table of positions that
-grows. So wherever buffers are put back to what they were, these are, too. Modules without buffers are left
-alone, for their flags say other things (what was built, who is the root); and so are tensors, lists and
-dictionaries: they may be large, and who keeps results in them finds the same there again.
+grows. So wherever buffers are put back to what they were, these are, too. Of modules without buffers numbers
+are (how often they were called) and tensors without a graph (what they remember of the last batch), and not
+flags, which say other things (what was built, who is the root). Lists and dictionaries are left alone.
 
 A tensor that a forward leaves in an attribute (its attention map, a loss beside the main one) hangs on the
 graph of that forward. `tensors_kept` keeps it there while the module runs again: what the second run would
@@ -18,30 +18,39 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Attributes", "Value", "exchange", "tensors_kept"]
+__all__ = ["Attributes", "Value", "exchange", "plain", "tensors_kept"]
 
 Value = tuple[dict[str, Any], str, Any]  # where, under which name, what
 
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
+_NUMBERS = frozenset((int, float, complex))
 _ABSENT = object()
 _OWN = "training"  # a flag that is looked after by itself
 
 
 class Attributes:
-    """Those of these modules, as they are now."""
+    """Those of these modules, as they are now. `all_state`: all that a forward may read, also whether modules
+    train, and tuples and lists of such values."""
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._then = [(owner, bool(owner._buffers), _plain(owner.__dict__)) for owner in modules]
+    def __init__(self, modules: Iterable[nn.Module], *, all_state: bool = False) -> None:
+        self._all_state = all_state
+        self._then = [(owner, self._read(owner)) for owner in modules]
+
+    def _read(self, owner: nn.Module) -> dict[str, Any]:
+        place = owner.__dict__
+        if self._all_state:
+            return {n: v for n, v in place.items() if type(v) in _PLAIN or _is_nest(v) or _is_data(v)}
+        if owner._buffers:
+            return plain(place)
+        return {n: v for n, v in place.items() if type(v) in _NUMBERS or _is_data(v)}
 
     def changed(self) -> list[Value]:
         """What they were, of those that are something else now, that came, or that went."""
         found: list[Value] = []
-        for owner, had_buffers, then in self._then:
-            if not had_buffers and not owner._buffers:
-                continue
+        for owner, then in self._then:
             place = owner.__dict__
             found += [(place, n, value) for n, value in then.items() if place.get(n, _ABSENT) is not value]
-            found += [(place, n, _ABSENT) for n in _plain(place) if n not in then]
+            found += [(place, n, _ABSENT) for n in self._read(owner) if n not in then]
         return found
 
     def put_back(self) -> None:
@@ -100,5 +109,13 @@ def _has_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def _plain(place: dict[str, Any]) -> dict[str, Any]:
+def _is_nest(value: Any) -> bool:
+    return type(value) in (list, tuple) and all(type(item) in _PLAIN for item in value)
+
+
+def _is_data(value: Any) -> bool:
+    return type(value) is Tensor and value.grad_fn is None and not value.requires_grad
+
+
+def plain(place: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in place.items() if type(value) in _PLAIN and name != _OWN}

@@ -161,8 +161,10 @@ class _Finder:
             found = self._profile(size)
         except torch.OutOfMemoryError:  # not even one region, or the frugal step, fits the device itself
             return _NEVER
-        chunks = with_chunks(found) if Action.CHUNK in self.allow else None
-        return min(least_budget(way, self.allow) for way in (found, chunks) if way is not None)
+        ways = [found]
+        if Action.CHUNK in self.allow:
+            ways += filter(None, (with_chunks(found), with_chunks(found, finer=True)))
+        return min(least_budget(way, self.allow) for way in ways)
 
     def _confirmed(self, size: int) -> Candidate | None:
         """Run it; None if it does not stay within the budget."""

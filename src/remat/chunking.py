@@ -1,40 +1,130 @@
-"""Chunked parts as menu entries: a token-wise part of a region (its MLP) runs over pieces of the sequence.
+"""Menu entries that run in chunks, measured: a part of a region, or all of it.
 
-Found by structure: the largest submodule that is called once, with one tensor of (batch, sequence, ...), and
-gives for a piece of the sequence what it gives for the whole. Two entries: the rest of the region as it is,
-and the rest recomputed as a whole; a third does that from inputs that wait on the host. Gradients of
-parameters are summed over the chunks: equal within rounding.
+A part is token-wise (the MLP) and runs over pieces of the sequence. It is found by structure: the largest
+submodule that is called once, with one tensor of (batch, sequence, ...), and gives for a piece of the
+sequence what it gives for the whole. Two entries: the rest of the region as it is, and recomputed as a whole.
+
+All of a region runs over pieces of the batch, where its rows do not see each other: then what one piece holds
+is all that the region ever takes, which no other way gets as low. Of several pieces and of many.
+
+What is recomputed may do so from inputs that wait on the host: one more entry. Gradients of parameters are
+summed over the pieces: equal within rounding.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from remat import ranks
+from remat.attributes import plain
 from remat.check.bench import Bench, bench
-from remat.check.regions import gradient_gap, gradients_of, precise_gradients
-from remat.errors import RematError
-from remat.records import Entry, Mode, RegionGraph
-from remat.run.checkpoint import Options, run_checkpointed
-from remat.run.chunk_mlp import ChunkedModule, token_wise
+from remat.check.regions import GradientGap, gradient_gap, gradients_of, precise_gradients
+from remat.records import Entry, Mode
+from remat.run.checkpoint import Options, needs_gradients, run_checkpointed
+from remat.run.chunk_mlp import ChunkedModule, draws, token_wise
+from remat.run.pieces import Cut, in_pieces, length_along
+from remat.run.same import nearly_same
+from remat.run.standins import Parameters
 from remat.run.wrap import unwrap, wrap
 from remat.trace.capture import entry_copies
 from remat.trace.joint import is_random
-from remat.trace.survey import Species
+from remat.trace.survey import Sighting, Species
+from remat.trees import leaves, tensors
 
-__all__ = ["chunk_entries"]
+__all__ = ["ForwardExtra", "Hosted", "Trial", "chunk_entries"]
 
-_CHUNKS = 8
+_LOG = logging.getLogger(__name__)
+
+_CHUNKS = 8  # of a part
 _SHORTEST = 64  # positions; below that a part's activations are not what fills memory
-_DIM = 1
+_DIM = 1  # of the sequence
+_PIECES = (4, 16)  # of a region
+
+_PLAIN = (Tensor, nn.Parameter, bool, int, float, str, torch.dtype, torch.device)
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+Call = Callable[..., Any]
 MakeEntry = Callable[..., Entry]
+Hosted = Callable[[Entry, float], "Entry | None"]  # told what it adds to backward, too
+ForwardExtra = Callable[[Call], float]
+
+
+def chunk_entries(trial: Trial) -> list[Entry]:
+    """The entries of this region that run in chunks; none if it cannot."""
+    return [*_part_entries(trial), *_region_entries(trial)]
+
+
+@dataclass
+class Trial:
+    """Compares ways to run a region with the region as it is, and measures them. `in_forward`: seconds that a
+    way adds because the host has more to do in forward. `hosted`: the same way with inputs on the host, of
+    one that runs the region again."""
+
+    species: Species
+    inputs: Inputs
+    device: torch.device
+    keep: Bench
+    forward_seconds: float
+    make: MakeEntry
+    in_forward: ForwardExtra
+    hosted: Hosted | None
+    expected: list[Tensor] | None = None  # gradients of the region as it is, once they were asked for
+
+    @property
+    def example(self) -> Sighting:
+        return self.species.example
+
+    def entries(self, call: Call, forwards: float, what: dict[str, Any]) -> list[Entry]:
+        """`call` as an entry of the menu, with these fields, and perhaps the same from inputs on the host; []
+        if its gradients are others. `forwards`: so many times the region's forward is run once more."""
+        found = self._measured(call)
+        if not ranks.all_of(found is not None) or found is None:
+            return []
+        measured, gap = found
+        seconds = forwards * self.forward_seconds
+        if self.device.type != "cpu":
+            seconds = max(measured.seconds - self.keep.seconds, 0.8 * seconds)
+        # What is saved in chunks is not in the captured graph.
+        inputs = len(self.example.inputs)
+        entry = self.make(Mode.CHUNK, measured, seconds + self.in_forward(call), None, inputs)
+        entry = replace(entry, gradient_gap=gap.worst, **what)
+        sent = self.hosted(entry, seconds) if self.hosted is not None and entry.again else None
+        if not ranks.all_of(sent is not None) or sent is None:
+            return [entry]
+        return [entry, sent]
+
+    def _measured(self, call: Call) -> tuple[Bench, GradientGap] | None:
+        modules = (self.example.module,)
+        try:
+            gap = self._gap(call)
+            return (bench(call, self.inputs, modules, self.device), gap) if gap.ok else None
+        except Exception as error:  # the region's code, to other shapes; or there is no memory to try
+            _LOG.info("%s does not run in chunks: %s", self.example.name, error)
+            return None
+
+    def _gap(self, call: Call) -> GradientGap:
+        example, graph = self.example, self.species.graph
+        modules = (example.module,)
+        if self.expected is None:
+            self.expected = gradients_of(example.forward, self.inputs, modules)
+        expected = self.expected
+
+        def precise() -> list[Tensor] | None:
+            return precise_gradients(example.module, example.forward, self.inputs, expected)
+
+        is_certain = graph is not None and not is_random(graph)
+        found = gradients_of(call, self.inputs, modules)
+        return gradient_gap(found, expected, precise if is_certain else None)
+
+
+# -------------------------------------------------------------------------------------------- a part of it
 
 
 @dataclass(frozen=True)
@@ -45,56 +135,24 @@ class _Part:
     share: float  # of the region's parameters
 
 
-def chunk_entries(
-    species: Species,
-    inputs: Inputs,
-    device: torch.device,
-    keep: Bench,
-    forward_seconds: float,
-    make: MakeEntry,
-    hosted: Callable[[Entry], Entry | None] | None = None,
-) -> list[Entry]:
-    """The entries of this region that run a part of it in chunks, measured; none if no part can be. `hosted`:
-    the same with inputs on the host, of an entry that runs the region again."""
-    example = species.example
-    part = _find(example.module, example.forward, inputs)
-    if part is None:
+def _part_entries(trial: Trial) -> list[Entry]:
+    example = trial.example
+    part = _find(example.module, example.forward, trial.inputs)
+    if not ranks.all_of(part is not None) or part is None:
         return []
-    modules = (example.module,)
 
     def again(*args: Any, **kwargs: Any) -> Any:
-        return run_checkpointed(example.forward, args, kwargs, Options(name=example.name), modules)
+        return run_checkpointed(example.forward, args, kwargs, Options(name=example.name), (example.module,))
 
-    expected = gradients_of(example.forward, inputs, modules)
-
-    is_certain = species.graph is not None and not is_random(species.graph)
-
-    def precise() -> list[torch.Tensor] | None:
-        return precise_gradients(example.module, example.forward, inputs, expected)
-
-    entries = []
+    entries: list[Entry] = []
     for whole, call in ((False, example.forward), (True, again)):
-        try:
-            with _chunked(part):
-                found = gradients_of(call, inputs, modules)
-            gap = gradient_gap(found, expected, precise if is_certain else None)
-            del found
-            with _chunked(part):
-                measured = bench(call, inputs, modules, device)
-        except RematError:  # it uses tensors that are not its own
-            return []
-        if not gap.ok:
-            continue
-        seconds = forward_seconds * (part.share + whole)  # chunks run again in backward, whatever else does
-        extra = seconds if device.type == "cpu" else max(measured.seconds - keep.seconds, 0.8 * seconds)
-        graph: RegionGraph | None = None  # what a chunked part saves is not in the captured graph
-        entry = make(Mode.CHUNK, measured, extra, graph, len(example.inputs))
-        entry = replace(entry, part=part.name, chunk_size=part.size, again=whole, gradient_gap=gap.worst)
-        entries.append(entry)
-        if whole and hosted is not None:
-            with _chunked(part):
-                sent = hosted(entry)
-            entries += [sent] if sent is not None else []
+        what = {"part": part.name, "chunk_size": part.size, "again": whole}
+        with _chunked(part) as around:
+            # Chunks run again in backward, whatever else does.
+            found = trial.entries(call, part.share + whole, what)
+            if not ranks.all_of(not around.plain):  # something outside holds what is inside of it
+                return []
+            entries += found
     return entries
 
 
@@ -133,9 +191,79 @@ def _find(module: nn.Module, forward: Callable[..., Any], inputs: Inputs) -> _Pa
 
 
 @contextmanager
-def _chunked(part: _Part) -> Iterator[None]:
-    wrap(part.module, ChunkedModule(part.name, part.size, _DIM))
+def _chunked(part: _Part) -> Iterator[ChunkedModule]:
+    around = ChunkedModule(part.name, part.size, _DIM)
+    wrap(part.module, around)
     try:
-        yield
+        yield around
     finally:
         unwrap(part.module)
+
+
+# ---------------------------------------------------------------------------------------------- all of it
+
+
+def _region_entries(trial: Trial) -> list[Entry]:
+    example = trial.example
+    given = tensors(trial.inputs)
+    if example.tower == "functions" or not needs_gradients(given, (example.module,)):
+        return []
+    if draws(example.module) or not all(_is_plain(leaf) for leaf in leaves(trial.inputs)):
+        return []
+    for dim in (0, 1):  # some models have the batch second
+        length = length_along(given, dim)
+        sizes = dict.fromkeys(-(-length // pieces) for pieces in _PIECES) if length > 1 else {}
+        if not sizes or not ranks.all_of(_rows_are_independent(trial, (dim, next(iter(sizes))))):
+            continue
+        found = (
+            trial.entries(_pieces_of(trial, (dim, size)), 1.0, {"again": True, "cut": (dim, size)})
+            for size in sizes
+        )
+        return [entry for entries in found for entry in entries]
+    return []
+
+
+def _pieces_of(trial: Trial, cut: Cut) -> Call:
+    example = trial.example
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return in_pieces(example.name, example.module, example.forward, args, kwargs, cut)
+
+    return call
+
+
+def _is_plain(leaf: Any) -> bool:
+    """No object of which pieces would each need a part of their own."""
+    return leaf is None or type(leaf) in _PLAIN
+
+
+def _rows_are_independent(trial: Trial, cut: Cut) -> bool:
+    """Tried on the inputs, on other ones, and with other weights: every element of the outputs is the same
+    but for rounding, and nothing is left in the module that a second run would change again."""
+    example = trial.example
+    call = _pieces_of(trial, cut)
+    weights = Parameters(example.module)
+    try:
+        for turn, shaken in ((False, nullcontext()), (True, nullcontext()), (False, weights.shaken())):
+            before = _state(example.module)
+            with torch.enable_grad(), shaken:
+                args, kwargs = entry_copies(*trial.inputs, turn=turn)
+                expected = [tensor.detach() for tensor in tensors(example.forward(*args, **kwargs))]
+                if _state(example.module) != before:
+                    return False
+                found = tensors(call(*args, **kwargs))
+            if len(found) != len(expected) or not all(map(nearly_same, expected, map(Tensor.detach, found))):
+                return False
+    except Exception as error:  # the region's code, to other shapes; or there is no memory to try
+        _LOG.info("%s does not run in pieces: %s", example.name, error)
+        return False
+    return True
+
+
+def _state(module: nn.Module) -> list[Any]:
+    """What calls may change: versions of buffers, numbers and flags, lengths of lists."""
+    found: list[Any] = [(id(b), 0 if b.is_inference() else b._version) for b in module.buffers()]
+    for submodule in module.modules():
+        place = vars(submodule)
+        found += [plain(place), {n: len(v) for n, v in place.items() if isinstance(v, (list, dict, set))}]
+    return found

@@ -60,7 +60,12 @@ class CaptureError(RematError):
 
 
 class RecomputeError(RematError, RuntimeError):
-    """Recomputation did not reproduce what the forward pass had saved."""
+    """Recomputation did not reproduce what the forward pass had saved. `region`: the module or function that
+    cannot be run again, where that is what it says."""
+
+    def __init__(self, message: str, *, region: str = "") -> None:
+        super().__init__(message)
+        self.region = region
 
 
 class RecoveryError(RematError, RuntimeError):

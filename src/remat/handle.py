@@ -103,7 +103,9 @@ def _installed(
         regions = _regions(plan, check) if again is None or plan is not asked else again
         for region in regions:
             region.engine = engine
-        installation = install(model, regions, head=chunked_head(plan))
+        head = plan.profile.head
+        columns = head is not None and head.columns
+        installation = install(model, regions, head=chunked_head(plan), columns=columns)
     except BaseException:
         if engine is not None:
             engine.close()
@@ -495,4 +497,5 @@ def _variant(
         entry.again,
         sent,
         sends=entry.fetches_inputs if entry.mode is Mode.HOSTED else (),
+        cut=entry.cut,
     )

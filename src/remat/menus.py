@@ -14,8 +14,8 @@ import torch
 
 from remat import ranks
 from remat._torch_private import storage_ref
-from remat.check.bench import Bench, bench, timing
-from remat.chunking import chunk_entries
+from remat.check.bench import Bench, bench, issuing_seconds, timing
+from remat.chunking import ForwardExtra, Hosted, Trial, chunk_entries
 from remat.errors import CaptureError, RecomputeError
 from remat.hosting import Hosting, Settling, link_amounts
 from remat.planner.menu import most_useful, recipes
@@ -69,22 +69,20 @@ def measured_kind(
     again = bench(full, inputs, modules, device)
     forward_seconds = _forward_seconds(graph, keep)
     backward_seconds = max(keep.seconds - forward_seconds, forward_seconds)
-    pace = None  # on the host itself there is but one to set it
-    if device.type == "cuda":
-        launch = ranks.agree(launch_seconds(device))
-        pace = pace_of(keep.seconds, keep.host_seconds, forward_seconds, launch)
+    pace = _pace(example.forward, inputs, device, keep, forward_seconds)
     links: tuple[int, ...] = ()
     if host is not None and graph is not None:
         links = ranks.agree(link_amounts(host.rates, forward_seconds, backward_seconds, graph))
+    in_forward = partial(_forward_extra, inputs, device, pace)
     whole = _full_extra(again, keep, forward_seconds, pace)
     entries = [
         menu_entry(Mode.KEEP, keep, 0.0, graph, len(example.inputs)),
-        menu_entry(Mode.FULL, again, whole, None, len(example.inputs)),
+        menu_entry(Mode.FULL, again, whole + in_forward(full), None, len(example.inputs)),
     ]
-    hosted: Callable[[Entry], Entry | None] | None = None
+    hosted: Hosted | None = None
     if host is not None and like is None:
-        hosted = partial(_hosted, species, inputs, device, host)
-        sent = hosted(entries[1])
+        hosted = partial(_hosted, species, inputs, device, host, in_forward)
+        sent = hosted(entries[1], whole)
         if ranks.all_of(sent is not None) and sent is not None:
             entries.append(sent)
         else:
@@ -98,7 +96,7 @@ def measured_kind(
     for recipe in _compiling(graph, menu, device, ahead) if fuse and graph is not None else menu:
         problem = ""
         try:
-            recipe, measured = _bench_fused(species, recipe, inputs, device, host, fuse)
+            recipe, measured = _bench_fused(species, recipe, inputs, device, host, fuse, pace)
         except CaptureError as error:
             problem = str(error)
         except torch.OutOfMemoryError:  # its comparison with the real tensors takes more than a step
@@ -110,7 +108,8 @@ def measured_kind(
         extra = _recipe_extra(recipe, measured, keep, graph, pace, replays)
         entries.append(menu_entry(Mode.RECIPE, measured, extra, graph, len(example.inputs), recipe))
     if parts:
-        entries += chunk_entries(species, inputs, device, keep, forward_seconds, menu_entry, hosted)
+        trial = Trial(species, inputs, device, keep, forward_seconds, menu_entry, in_forward, hosted)
+        entries += chunk_entries(trial)
     return Kind(
         signature=species.signature,
         menu=sorted_menu(entries),
@@ -121,6 +120,17 @@ def measured_kind(
         backward_seconds=backward_seconds,
         device_seconds=pace.plain.device_seconds if pace else 0.0,
     )
+
+
+def _pace(
+    forward: Callable[..., Any], inputs: Inputs, device: torch.device, keep: Bench, forward_seconds: float
+) -> Pace | None:
+    """None: on the host itself there is but one to set it."""
+    if device.type != "cuda":
+        return None
+    launch = ranks.agree(launch_seconds(device))
+    host_forward = ranks.agree(issuing_seconds(forward, inputs, device))
+    return pace_of(keep.seconds, keep.host_seconds, forward_seconds, launch, host_forward)
 
 
 def _recipes(
@@ -170,6 +180,15 @@ def _extra(measured: Bench, keep: Bench, replay_seconds: float) -> float:
     return max(measured.seconds - keep.seconds, _LEAST_SHARE * replay_seconds)
 
 
+def _forward_extra(
+    inputs: Inputs, device: torch.device, pace: Pace | None, call: Callable[..., Any]
+) -> float:
+    """How much longer the forward of an entry takes because the host has more to do in it."""
+    if pace is None or not pace.shows_in_forward:
+        return 0.0
+    return pace.forward_extra(issuing_seconds(call, inputs, device))
+
+
 def _full_extra(again: Bench, keep: Bench, forward_seconds: float, pace: Pace | None) -> float:
     """Without an accelerator the operations' own least times are summed: a host that also does other things
     is noisier still."""
@@ -201,12 +220,14 @@ def _recipe_extra(
     recipe: Recipe, measured: Bench, keep: Bench, graph: RegionGraph, pace: Pace | None, replays: _Replays
 ) -> float:
     """Where the host sets the pace, counted: its timings differ by more than recipes do. What offloads is not
-    timed: it replays operations as the others do."""
+    timed: it replays operations as the others do. On top, where the host hardly keeps up with forward: what
+    it does more there."""
     if pace is None:
         return recipe.replay_seconds
+    in_forward = pace.forward_extra(measured.host_forward_seconds)
     if recipe.offloaded or _paced_by_host(keep) or _paced_by_host(measured):
-        return pace.recipe_seconds(recipe, graph, replays.seconds(recipe.replay_seconds))
-    return replays.note(_extra(measured, keep, recipe.replay_seconds), recipe.replay_seconds)
+        return in_forward + pace.recipe_seconds(recipe, graph, replays.seconds(recipe.replay_seconds))
+    return in_forward + replays.note(_extra(measured, keep, recipe.replay_seconds), recipe.replay_seconds)
 
 
 def _paced_by_host(measured: Bench) -> bool:
@@ -242,19 +263,25 @@ def _compiling(
 
 
 def _bench_fused(
-    species: Species, recipe: Recipe, inputs: Inputs, device: torch.device, host: Hosting | None, fuse: bool
+    species: Species,
+    recipe: Recipe,
+    inputs: Inputs,
+    device: torch.device,
+    host: Hosting | None,
+    fuse: bool,
+    pace: Pace | None,
 ) -> tuple[Recipe, Bench]:
     """With elementwise operations fused, if that works and gives the same bits."""
     if fuse:
         fused = replace(recipe, fused=True)
         try:
-            return fused, _bench_recipe(species, fused, inputs, device, host)
+            return fused, _bench_recipe(species, fused, inputs, device, host, pace)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # Triton's own too
             _LOG.info("%s: a recipe runs operation by operation: %s", species.example.name, error)
     plain = replace(recipe, fused=False)
-    return plain, _bench_recipe(species, plain, inputs, device, host)
+    return plain, _bench_recipe(species, plain, inputs, device, host, pace)
 
 
 @contextmanager
@@ -267,13 +294,18 @@ def _checks_are_guards() -> Iterator[None]:
 
 
 def _bench_recipe(
-    species: Species, recipe: Recipe, inputs: Inputs, device: torch.device, host: Hosting | None
+    species: Species,
+    recipe: Recipe,
+    inputs: Inputs,
+    device: torch.device,
+    host: Hosting | None,
+    pace: Pace | None,
 ) -> Bench:
     """Run a recipe: first with every rebuilt tensor compared bit for bit, then as in training.
 
     What it offloads has left the device when its forward has returned, and is all fetched again in backward.
-    Alone, a region has nothing to hide copies behind, so it is not timed; the simulator adds what compute
-    has to wait.
+    Alone, a region has nothing to hide copies behind, so only what its forward takes the host is timed; the
+    simulator adds what compute has to wait.
     """
     example = species.example
     assert species.graph is not None
@@ -291,6 +323,7 @@ def _bench_recipe(
         planned.shadow, planned.turns = False, 1
         # With all that the spot check takes.
         levels = bench(region, inputs, modules, device, timed=False, at_backward=fetch)
+        issued = issuing_seconds(call, inputs, device) if pace is not None and pace.shows_in_forward else 0.0
         if recipe.offloaded and host is not None:
             if host.engine.counts.kept_bytes > stayed:
                 raise CaptureError(f"the host has no {format_bytes(recipe.host_bytes)} for offload")
@@ -299,22 +332,31 @@ def _bench_recipe(
             levels = timing(levels, call, inputs, modules, device)
     if planned.counts.fallbacks:
         raise CaptureError(planned.counts.why)
-    return levels
+    return replace(levels, host_forward_seconds=issued)  # with the spot check, as in training
 
 
 def _nothing() -> None:
     pass
 
 
-def _hosted(species: Species, inputs: Inputs, device: torch.device, host: Hosting, of: Entry) -> Entry | None:
+def _hosted(
+    species: Species,
+    inputs: Inputs,
+    device: torch.device,
+    host: Hosting,
+    in_forward: ForwardExtra,
+    of: Entry,
+    backward_extra: float,
+) -> Entry | None:
     """This entry, which runs the whole region again, with the inputs on the host that nobody else has; None:
-    there are none, the host has no memory, or the region cannot run again so."""
+    there are none, the host has no memory, or the region cannot run again so. `backward_extra`: seconds that
+    are added but for what forward takes the host."""
     example = species.example
     given = tensors(inputs)
     places = _own_inputs(example, given, device)
     if not places:
         return None
-    variant = Variant(Mode.HOSTED, sends=places)
+    variant = Variant(Mode.HOSTED, sends=places, cut=of.cut)
     planned = PlannedRegion(example.name, example.tower, {species.signature: variant})
     planned.engine = host.engine
     sizes = {storage_ref(given[place]): given[place].untyped_storage().nbytes() for place in places}
@@ -327,8 +369,9 @@ def _hosted(species: Species, inputs: Inputs, device: torch.device, host: Hostin
             )
         except RecomputeError:  # a function that writes to its inputs
             return None
-    if host.engine.counts.sent_bytes - before != sum(sizes.values()):
-        return None  # the host has no memory, or the region writes to an input, of which it holds a copy
+        if host.engine.counts.sent_bytes - before != sum(sizes.values()):
+            return None  # the host has no memory, or the region writes to an input, of which it holds a copy
+        extra = backward_extra + in_forward(call)
     return replace(
         of,
         mode=Mode.HOSTED,
@@ -338,6 +381,7 @@ def _hosted(species: Species, inputs: Inputs, device: torch.device, host: Hostin
         holds_inputs=tuple(place for place in range(len(example.inputs)) if place not in places),
         host_bytes=sum(sizes.values()),
         fetches_inputs=places,
+        extra_seconds=extra,
     )
 
 

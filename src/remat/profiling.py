@@ -21,7 +21,7 @@ from remat.check.peak import release_cached
 from remat.check.step import fingerprint
 from remat.check.untouched import untouched
 from remat.compiling import compile_hint, compiled_kind
-from remat.errors import CaptureError, HostMemoryError, InputError
+from remat.errors import CaptureError, HostMemoryError, InputError, RecomputeError
 from remat.hosting import Hosting, hosting
 from remat.menus import Inputs, measured_kind, menu_entry
 from remat.records import (
@@ -36,7 +36,7 @@ from remat.run.chunk import find_head
 from remat.run.compiled import decompiled
 from remat.run.fused import can_fuse
 from remat.run.quiet import quiet
-from remat.trace.discover import find_blocks
+from remat.trace.discover import Block, find_blocks
 from remat.trace.loops import with_loops
 from remat.trace.survey import Sighting, Species, Survey, survey
 from remat.wholestep import as_in_steps, chunked_step, fastest_step
@@ -48,12 +48,36 @@ _KINDS_IN_FULL = 4  # kinds of blocks that are compiled with as many saved sets 
 
 
 def build_profile(request: Request, progress: Progress) -> Profile:
-    model, device = request.model, device_of(request.model)
-    refuse_several(model)
-    ranks.refuse_strangers(fingerprint(model))
-    blocks = find_blocks(model)
-    step = _step_bytes(request, device)
+    """Blocks that compute something else when they are run again are no regions: they stay as they are."""
+    refuse_several(request.model)
+    ranks.refuse_strangers(fingerprint(request.model))
+    blocks = find_blocks(request.model)
     notes: list[str] = []
+    while True:
+        try:
+            return _profile(request, blocks, notes, progress)
+        except RecomputeError as error:
+            left = _without(blocks, error.region)
+            if ranks.several() or len(left) == len(blocks) or not left:
+                raise
+            names = [block.name for block in blocks if block not in left]
+            notes.append(f"{_first_of(names)} stay as they are: {str(error).splitlines()[0]}")
+            progress(f"planning without {_first_of(names)}")
+            blocks = left
+
+
+def _without(blocks: Sequence[Block], region: str) -> tuple[Block, ...]:
+    """Without the block of this name and those of its class."""
+    classes = {type(block.module) for block in blocks if block.name == region}
+    return tuple(block for block in blocks if type(block.module) not in classes)
+
+
+def _profile(
+    request: Request, blocks: Sequence[Block], more_notes: Sequence[str], progress: Progress
+) -> Profile:
+    model, device = request.model, device_of(request.model)
+    step = _step_bytes(request, device)
+    notes = list(more_notes)
     with (
         untouched(model, request.optimizer),
         quiet(model),
@@ -61,7 +85,7 @@ def build_profile(request: Request, progress: Progress) -> Profile:
         torch.cuda.device(device) if device.type == "cuda" else nullcontext(),  # events go to the current one
         ExitStack() as stack,
     ):
-        looped = with_loops(model, blocks, request.run)
+        looped = with_loops(model, tuple(blocks), request.run)
         stack.enter_context(decompiled(block.module for block in looped if block not in blocks))
         blocks = looped
         host = _hosting(request, device, stack, notes, progress)

@@ -40,9 +40,9 @@ class Mode(str, Enum):
     KEEP = "keep"  # untouched: nothing is hooked
     RECIPE = "recipe"  # some saved tensors are dropped and rebuilt one by one
     COMPILED = "compiled"  # one compiled graph, which holds what its recipe keeps and computes the rest again
-    CHUNK = "chunk"  # a part of it (its MLP) runs over pieces of the sequence, and again so in backward
+    CHUNK = "chunk"  # a part of it (its MLP) or all of it runs over pieces, and again so in backward
     FULL = "full"  # torch.utils.checkpoint: the whole region runs again in backward
-    HOSTED = "hosted"  # the same from inputs that wait on the host meanwhile; a part perhaps in chunks
+    HOSTED = "hosted"  # the same from inputs that wait on the host meanwhile; all or a part perhaps in chunks
 
 
 class Role(str, Enum):
@@ -251,14 +251,22 @@ class Entry:
     gradient_gap: float = 0.0  # to the untouched region's, as a share of their norm; 0.0: equal to the bit
     part: str = ""  # modes CHUNK and HOSTED: the submodule that runs in chunks
     chunk_size: int = 0  # positions in one chunk
-    again: bool = False  # with such a part: the rest of the region is recomputed as a whole
+    again: bool = False  # with such a part, or a cut: the rest of the region is recomputed as a whole
     fetches_inputs: tuple[
         int, ...
     ] = ()  # positions of inputs that wait on the host; its backward peak has them
+    cut: tuple[int, ...] = ()  # modes CHUNK and HOSTED: all of it in pieces: a dimension, and positions there
 
     def __post_init__(self) -> None:
         if (self.recipe is not None) != (self.mode in (Mode.RECIPE, Mode.COMPILED)):
             raise ValueError("a recipe belongs to modes RECIPE and COMPILED, and to no other")
+        if self.cut and (self.part or not self.again or len(self.cut) != 2):
+            raise ValueError("what runs in pieces is all of a region, which runs again in backward")
+
+    @property
+    def in_chunks(self) -> bool:
+        """Whether all or a part of the region runs over pieces: equal within rounding, not to the bit."""
+        return bool(self.part or self.cut)
 
 
 @dataclass(frozen=True)
@@ -365,6 +373,8 @@ class HeadChunks:
     step_seconds: float
     trunks: tuple[str, ...] = ()  # modules that the step calls, without the head, around all blocks
     output_bytes: int = 0  # then `StepBytes.outputs`
+    columns: bool = False  # chunks are of some classes each, for all rows
+    finer: HeadChunks | None = None  # another way to cut it, with less memory and for more seconds
 
 
 @dataclass(frozen=True)

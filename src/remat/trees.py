@@ -1,24 +1,27 @@
 """What goes into a region and what comes out: flat lists of leaves, and the signature that names them.
 
-Lists, tuples and dicts (and their subclasses, transformers' ModelOutput among them) are looked into; any
-other object is one opaque leaf. This is the hot path of every planned region, so it is written out by hand.
+Lists, tuples and dicts (and their subclasses, transformers' ModelOutput among them) and dataclasses are
+looked into; any other object is one opaque leaf. This is the hot path of every planned region, so it is
+written out by hand.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
 import torch
 
-__all__ = ["describe_call", "leaves", "map_tensors", "signature", "tensors"]
+__all__ = ["describe_call", "field_names", "leaves", "map_tensors", "signature", "tensors", "with_fields"]
 
 _PLAIN = (bool, int, float, str, bytes, Enum, torch.dtype, torch.device)
+_FIELDS = "__dataclass_fields__"
 
 
 def leaves(tree: Any, out: list[Any] | None = None) -> list[Any]:
-    """Every leaf of a nest of lists, tuples and dicts, in order."""
+    """Every leaf of a nest of lists, tuples, dicts and dataclasses, in order."""
     if out is None:
         out = []
     if isinstance(tree, torch.Tensor):
@@ -30,12 +33,32 @@ def leaves(tree: Any, out: list[Any] | None = None) -> list[Any]:
         for item in tree.values():
             leaves(item, out)
     else:
-        out.append(tree)
+        names = field_names(tree)
+        for name in names:
+            leaves(getattr(tree, name), out)
+        if not names:
+            out.append(tree)
     return out
 
 
+def field_names(tree: Any) -> tuple[str, ...]:
+    """Of a dataclass, those that are set; () for anything else, modules among it."""
+    names = getattr(type(tree), _FIELDS, None)
+    if names is None or isinstance(tree, torch.nn.Module):
+        return ()
+    return tuple(name for name in names if hasattr(tree, name))
+
+
+def with_fields(tree: Any, values: dict[str, Any]) -> Any:
+    """A copy of a dataclass, frozen or not, with other values."""
+    twin = copy.copy(tree)
+    for name, value in values.items():
+        object.__setattr__(twin, name, value)
+    return twin
+
+
 def tensors(tree: Any) -> list[torch.Tensor]:
-    """Every tensor of a nest of lists, tuples and dicts, in order."""
+    """Every tensor of a nest of lists, tuples, dicts and dataclasses, in order."""
     return [leaf for leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
@@ -51,13 +74,12 @@ def map_tensors(change: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     if isinstance(tree, dict):
         if type(tree) is dict:
             return {key: map_tensors(change, item) for key, item in tree.items()}
-        import copy
-
         twin = copy.copy(tree)
         for key, item in tree.items():
             twin[key] = map_tensors(change, item)
         return twin
-    return tree
+    names = field_names(tree)
+    return with_fields(tree, {n: map_tensors(change, getattr(tree, n)) for n in names}) if names else tree
 
 
 def describe_call(
@@ -104,6 +126,9 @@ def _note(tree: Any, parts: list[Any], found: list[torch.Tensor]) -> None:
             _note(item, parts, found)
     else:
         parts.append(type(tree))
+        for name in field_names(tree):
+            parts.append(name)
+            _note(getattr(tree, name), parts, found)
 
 
 def signature(args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> tuple[Any, ...]:

@@ -287,32 +287,62 @@ def chunked_step(
             "give it a method get_output_embeddings() that returns the module that makes the logits"
         )
     progress("measuring a step with head and loss in chunks")
+    name, module = head
+    chunks = _in_chunks(request, blocks, found, kinds, seconds, device, name, columns=False)
+    if isinstance(chunks, str) or not request.parts or not _sums_gradients(module):
+        return chunks
+    finer = _in_chunks(request, blocks, found, kinds, seconds, device, name, columns=True)
+    return chunks if isinstance(finer, str) else replace(chunks, finer=finer)
+
+
+def _sums_gradients(head: nn.Module) -> bool:
+    """Whether chunks of rows add up a gradient of the weight: by columns there is nothing to add."""
+    return type(head) is nn.Linear and head.weight.requires_grad
+
+
+def _in_chunks(
+    request: Request,
+    blocks: Sequence[Block],
+    found: Survey,
+    kinds: Sequence[Kind],
+    seconds: float,
+    device: torch.device,
+    head: str,
+    *,
+    columns: bool,
+) -> HeadChunks | str:
     compiled = [s.name for s in found.sightings if kinds[s.species].compiler]
-    with chunk_head(request.model, head=head[0]) as handle, calls_of(request.model, compiled) as called:
+    chunks = chunk_head(request.model, head=head, columns=columns)
+    with chunks as handle, calls_of(request.model, compiled) as called:
         with no_row_ignored():  # other batches ignore other labels
             whole = _whole_step(request, blocks, found, device)
         counts = handle.counts
         if not counts.losses or counts.materialised:
             why = counts.reason or "no F.cross_entropy is computed from its logits"
-            return f"head and loss do not run in chunks: {head[0]}: {why}"
+            return f"head and loss do not run in chunks: {head}: {why}"
     sets = [kind.menu[_timed_entry(kind)] for kind in kinds]
     pairs = _pairs(seconds)
     try:
-        gain = _gained(request, blocks, head[0], _compiled_calls(found, kinds, sets), pairs)
+        gain = _gained(request, blocks, head, columns, _compiled_calls(found, kinds, sets), pairs)
     except torch.OutOfMemoryError:
-        gain = _gained(request, blocks, head[0], {}, pairs)
-    trunks = trunks_of(compiled, head[0], called)
+        gain = _gained(request, blocks, head, columns, {}, pairs)
+    trunks = trunks_of(compiled, head, called)
     chunked_seconds = _without(ranks.agree(gain), seconds)
-    return HeadChunks(head[0], whole.segments, chunked_seconds, trunks, whole.output_bytes)
+    return HeadChunks(head, whole.segments, chunked_seconds, trunks, whole.output_bytes, columns)
 
 
 def _gained(
-    request: Request, blocks: Sequence[Block], head: str, compiled: Mapping[_Place, _Way], pairs: int
+    request: Request,
+    blocks: Sequence[Block],
+    head: str,
+    columns: bool,
+    compiled: Mapping[_Place, _Way],
+    pairs: int,
 ) -> float:
     """Seconds that chunks save (or, below zero, cost)."""
 
     def step(chunks: bool) -> float:
-        with chunk_head(request.model, head=head) if chunks else nullcontext():
+        with chunk_head(request.model, head=head, columns=columns) if chunks else nullcontext():
             return _frugal_step(request.model, blocks, request.run, compiled)
 
     return -_difference(step, pairs)

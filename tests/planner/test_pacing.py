@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from remat.planner.pacing import Pace, Work, pace_of, paced_by_host
@@ -97,6 +99,34 @@ def test_a_second_forward_costs_what_is_more_than_the_device_hides() -> None:
     assert ahead == pytest.approx(1.3e-3)
     behind = pace.again_seconds(host_seconds=6.5e-3, forward_seconds=1.3e-3)
     assert ahead < behind < 6.5e-3 - 4e-3
+
+
+@pytest.mark.parametrize(
+    ("host", "device", "busy", "extra"),
+    [
+        (0.9e-3, 1.0e-3, 1.4e-3, 0.4e-3),  # keeps up, until it has this to do as well
+        (1.2e-3, 1.0e-3, 1.4e-3, 0.2e-3),  # does not keep up as it is
+        (1.2e-3, 1.0e-3, 1.1e-3, 0.0),  # timings differ: nothing takes less than nothing
+        (0.6e-3, 1.0e-3, 0.9e-3, 0.0),  # still keeps up
+        (0.4e-3, 1.0e-3, 9.0e-3, 0.0),  # far ahead: such a timing is of something else
+    ],
+)
+def test_in_forward_the_host_may_be_behind_though_the_device_has_more_to_do(
+    host: float, device: float, busy: float, extra: float
+) -> None:
+    """As in GPT-2 and ViTs: backward is issued faster than it runs, forward is not."""
+    pace = pace_of(4e-3, 2.2e-3, device, LAUNCH, host)
+    assert not pace.device_waits
+    assert pace.shows_in_forward == (host > 0.5e-3)
+    assert pace.forward_extra(busy) == pytest.approx(extra, abs=1e-12)
+
+
+def test_where_the_host_is_behind_in_all_it_is_counted_once() -> None:
+    pace = pace_of(seconds=4e-3, host_seconds=3.97e-3, forward_seconds=5e-4, launch_seconds=LAUNCH)
+    pace = replace(pace, forward=Work(1.5e-3, 5e-4))
+    assert pace.device_waits
+    assert not pace.shows_in_forward
+    assert pace.forward_extra(9e-3) == 0
 
 
 @pytest.mark.parametrize(

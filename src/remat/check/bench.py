@@ -24,10 +24,11 @@ from remat.trace.graphwalk import next_sequence_number, walk
 from remat.trace.price import cuda_event
 from remat.trees import tensors
 
-__all__ = ["Bench", "bench", "timing"]
+__all__ = ["Bench", "bench", "issuing_seconds", "timing"]
 
 _ENOUGH_SECONDS = 0.08  # of timing for one entry
 _ROUNDS = 3
+_ISSUED = 4  # forwards that are timed for the host alone
 _REENTRANT = "CheckpointFunctionBackward"  # torch.utils.checkpoint refuses to run towards some inputs only
 
 
@@ -36,8 +37,9 @@ class Bench:
     """`resident_bytes` counts everything that stays until backward except the inputs; the rest as in Entry.
     `host_seconds` is how long the host takes to issue it all: where that is nearly all of `seconds`, the
     device waits for the host. `forward_seconds` are those of forward alone, of an accelerator; 0.0 otherwise:
-    a host's are estimates. `reaches_out`: gradients leave it by other ways than its inputs and parameters (a
-    tensor with a graph in an attribute, parameters that were lent)."""
+    a host's are estimates. `host_forward_seconds`: what the host takes to issue forward. `reaches_out`:
+    gradients leave it by other ways than its inputs and parameters (a tensor with a graph in an attribute,
+    parameters that were lent)."""
 
     resident_bytes: int
     forward_peak_bytes: int
@@ -46,6 +48,7 @@ class Bench:
     host_seconds: float = 0.0
     forward_seconds: float = 0.0
     reaches_out: bool = False
+    host_forward_seconds: float = 0.0
 
     @property
     def launch_bound(self) -> bool:
@@ -85,10 +88,12 @@ def timing(
     """The same with seconds; the call has been run before."""
     parameters = [p for module in modules for p in module.parameters()]
     forwards: list[tuple[Any, Any]] = []
+    issuing: list[float] = []
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        start = _timestamp(device)
+        start, begin = _timestamp(device), time.perf_counter()
         output = call(*args, **kwargs)
+        issuing.append(time.perf_counter() - begin)
         forwards.append((start, _timestamp(device)))
         return output
 
@@ -99,7 +104,25 @@ def timing(
         seconds=min(whole for whole, _ in times),
         host_seconds=min(host for _, host in times),
         forward_seconds=min(_elapsed(start, end) for start, end in forwards),
+        host_forward_seconds=min(issuing),
     )
+
+
+def issuing_seconds(
+    call: Callable[..., Any], inputs: tuple[tuple[Any, ...], dict[str, Any]], device: torch.device
+) -> float:
+    """What the host takes to issue a forward that has run before: the least of a few, each with nothing left
+    to do for the device, so that the host never waits for it."""
+    times = []
+    for _ in range(_ISSUED):
+        args, kwargs = entry_copies(*inputs)
+        _timestamp(device, wait=True)
+        begin = time.perf_counter()
+        with torch.enable_grad():
+            output = call(*args, **kwargs)
+        times.append(time.perf_counter() - begin)
+        del output
+    return min(times)
 
 
 @dataclass

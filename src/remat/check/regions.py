@@ -48,7 +48,7 @@ def verify_regions(
     """
     chosen = [r for r in regions if r.name in compare and any(v.program for v in r.variants.values())]
     compiled = [v for r in regions for v in r.variants.values() if v.compiled is not None]
-    chunked = [v for r in regions for v in r.variants.values() if v.chunk is not None]
+    chunked = [v for r in regions for v in r.variants.values() if v.chunk is not None or v.cut]
     before = {region.name: region.counts.fallbacks for region in regions}
     with untouched(model):
         try:
@@ -68,7 +68,7 @@ def verify_regions(
     if compiled:
         how += f", {len(compiled)} compiled (each saved set was compared with the block as it is)"
     if chunked:
-        how += f", {len(chunked)} with a part in chunks (each was compared with the region as it is)"
+        how += f", {len(chunked)} in chunks, or a part of them (each was compared with the region as it is)"
     if head is not None:
         how += f", {head} and the loss in chunks (equal within rounding: remat.verify compares them)"
     gap = max((variant.gradient_gap for variant in (*compiled, *chunked)), default=0.0)
@@ -105,7 +105,7 @@ class GradientGap:
 
 
 def _is_whole(variant: Variant) -> bool:
-    return variant.mode in (Mode.FULL, Mode.HOSTED) and variant.chunk is None
+    return variant.mode in (Mode.FULL, Mode.HOSTED) and variant.chunk is None and not variant.cut
 
 
 def gradients_of(

@@ -81,8 +81,8 @@ def entries(problem: Program, options: Sequence[int]) -> tuple[int, ...]:
 
 
 def all_hosted(profile: Profile, allow: Sequence[Action]) -> Iterator[tuple[int, ...]]:
-    """Every region runs again from inputs on the host, with its part in chunks or not: where the budget is
-    the least, the room that a window leaves everywhere is too much."""
+    """Every region runs again from inputs on the host, in chunks or not: where the budget is the least, the
+    room that a window leaves everywhere is too much."""
     problem = program(profile, allow)
     for in_chunks in (False, True):
         chosen = []
@@ -90,7 +90,7 @@ def all_hosted(profile: Profile, allow: Sequence[Action]) -> Iterator[tuple[int,
             menu = profile.kinds[of.kind].menu
             options = [(menu[option.entry], option) for option in call.options]
             hosted = [option for entry, option in options if entry.mode is Mode.HOSTED]
-            alike = [o for entry, o in options if entry.mode is Mode.HOSTED and bool(entry.part) == in_chunks]
+            alike = [o for entry, o in options if entry.mode is Mode.HOSTED and entry.in_chunks == in_chunks]
             fit = alike or hosted or [option for _, option in options]
             chosen.append(
                 min(fit, key=lambda option: (option.held_bytes, max(option.above, default=0))).entry

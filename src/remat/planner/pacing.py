@@ -4,6 +4,10 @@ The host issues operations and the device runs them behind it: whichever has mor
 what is added to the other is hidden until that one becomes the slower. What the host does for a recipe is
 Python that takes as long whatever the region computes, so it is counted in launches: in how long this host
 takes to issue one small operation.
+
+Forward and backward are two races. Autograd issues backward much faster than Python issues forward, so a
+device that has time to spare over both may still wait for the host in forward; and what a region does when
+its forward has returned (looking through the graph, sending tensors) then takes time that nothing hides.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ _LAUNCHES_PER_REPLAY = 2.0  # at most, of an operation that may take the device 
 _LAUNCHES_ALONE = 80.0  # more than in a step, of a region by itself: copying inputs, starting backward
 _BACKLOG = 0.05  # of a run: a device with more left to do when the host is done has not waited for it
 _DEVICE_OVER_FORWARD = 3.0  # backward runs two operations for each of forward's
+_FAR_AHEAD = 0.5  # of the device's time: a host that takes no more for forward keeps up whatever is added
 
 
 @dataclass(frozen=True)
@@ -42,11 +47,12 @@ class Work:
 
 @dataclass(frozen=True)
 class Pace:
-    """`plain`: forward and backward of a region in a step that keeps everything. `launch_seconds`: the host's
-    time to issue one small operation."""
+    """`plain`: forward and backward of a region in a step that keeps everything; `forward`: that of it.
+    `launch_seconds`: the host's time to issue one small operation."""
 
     plain: Work
     launch_seconds: float
+    forward: Work = Work(0.0, 0.0)
 
     @property
     def slot_seconds(self) -> float:
@@ -56,6 +62,18 @@ class Pace:
     @property
     def device_waits(self) -> bool:
         return self.plain.host_seconds > self.plain.device_seconds
+
+    @property
+    def shows_in_forward(self) -> bool:
+        """Whether what the host does more in forward may take time beyond what is counted for both."""
+        return not self.device_waits and self.forward.host_seconds > _FAR_AHEAD * self.forward.device_seconds
+
+    def forward_extra(self, host_seconds: float) -> float:
+        """How much longer forward takes if the host is busy with it for `host_seconds`."""
+        if not self.shows_in_forward:
+            return 0.0
+        added = Work(max(host_seconds - self.forward.host_seconds, 0.0), 0.0)
+        return (self.forward + added).seconds - self.forward.seconds
 
     def extra_seconds(self, added: Work) -> float:
         """How much longer the region takes with `added` to do."""
@@ -78,13 +96,21 @@ class Pace:
         return again.seconds - self.plain.seconds
 
 
-def pace_of(seconds: float, host_seconds: float, forward_seconds: float, launch_seconds: float) -> Pace:
-    """The pace of a region that by itself took `seconds`, while the host was busy for `host_seconds`. A
-    device that waited does not show how long it worked: then by its forward operations, each timed alone."""
+def pace_of(
+    seconds: float,
+    host_seconds: float,
+    forward_seconds: float,
+    launch_seconds: float,
+    host_forward_seconds: float = 0.0,
+) -> Pace:
+    """The pace of a region that by itself took `seconds`, while the host was busy for `host_seconds`, of them
+    `host_forward_seconds` with forward. A device that waited does not show how long it worked: then by its
+    forward operations, each timed alone."""
     device = seconds
     if paced_by_host(seconds, host_seconds):
         device = min(_DEVICE_OVER_FORWARD * forward_seconds, seconds)
-    return Pace(Work(_in_a_step(host_seconds, launch_seconds), device), launch_seconds)
+    forward = Work(host_forward_seconds, forward_seconds)
+    return Pace(Work(_in_a_step(host_seconds, launch_seconds), device), launch_seconds, forward)
 
 
 def paced_by_host(seconds: float, host_seconds: float) -> bool:

@@ -170,7 +170,7 @@ def actions(entry: Entry) -> frozenset[Action]:
         return frozenset(needed or {Action.KEEP})
     if entry.recipe is None or entry.recipe.dropped:
         needed.add(Action.RECOMPUTE)
-    if entry.part:
+    if entry.in_chunks:
         needed.add(Action.CHUNK)
     return frozenset(needed)
 

@@ -47,32 +47,37 @@ def schedule(
     return plan
 
 
-def with_chunks(profile: Profile) -> Profile | None:
+def with_chunks(profile: Profile, *, finer: bool = False) -> Profile | None:
     """The profile of the step with head and loss in chunks, if that was measured, and if there is something
-    to compile as one graph without the head."""
-    if profile.head is None or profile.chunked or (profile.one_graph and not profile.head.trunks):
+    to compile as one graph without the head. `finer`: in those that take the least memory."""
+    head = profile.head if not finer or profile.head is None else profile.head.finer
+    if head is None or profile.chunked or (profile.one_graph and not head.trunks):
         return None
     return replace(
         profile,
-        segments=profile.head.segments,
-        step_seconds=profile.head.step_seconds,
-        step=replace(profile.step, outputs=profile.head.output_bytes),
+        segments=head.segments,
+        step_seconds=head.step_seconds,
+        step=replace(profile.step, outputs=head.output_bytes),
+        head=head,
         chunked=True,
     )
 
 
 def _best_head(profile: Profile, budget_bytes: int, allow: tuple[Action, ...], polish: bool) -> Plan:
-    """Plan with the head as it is and in chunks; the faster one, or whichever fits."""
+    """Plan with the head as it is and in chunks; the faster one, or whichever fits. In finer chunks only if
+    neither does."""
     chunks = with_chunks(profile) if Action.CHUNK in allow else None
     if chunks is None:
         return _fastest(profile, budget_bytes, allow, polish)
     plain = simulate(profile, keep_everything(profile))
-    plans, errors = [], []
-    for candidate in (profile, chunks):
-        try:
-            plans.append(_fastest(candidate, budget_bytes, allow, polish))
-        except BudgetError as error:
-            errors.append(error)
+    plans: list[Plan] = []
+    errors: list[BudgetError] = []
+    for candidates in ((profile, chunks), (with_chunks(profile, finer=True),)):
+        for candidate in () if plans else filter(None, candidates):
+            try:
+                plans.append(_fastest(candidate, budget_bytes, allow, polish))
+            except BudgetError as error:
+                errors.append(error)
     if not plans:
         raise min(errors, key=lambda error: error.needed)
     best = min(plans, key=lambda plan: plan.predicted_seconds)

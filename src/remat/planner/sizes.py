@@ -283,7 +283,7 @@ def _way(entry: Entry) -> tuple[Any, ...]:
     """What an entry does, whatever the size."""
     recipe = entry.recipe
     if recipe is None:
-        return entry.mode, entry.part, entry.again, entry.fetches_inputs, entry.host_bytes > 0
+        return entry.mode, entry.part, entry.again, entry.fetches_inputs, entry.host_bytes > 0, entry.cut
     return entry.mode, recipe.kept, recipe.dropped, recipe.replayed, recipe.offloaded, recipe.fused
 
 

@@ -32,7 +32,7 @@ def ways(profile: Profile, group: Sequence[int]) -> tuple[dict[int, Any], ...]:
         return tuple({entry: entry for entry in range(count)} for _ in group)
     return tuple(
         {
-            number: (entry.mode, entry.part, entry.chunk_size, entry.again, entry.fetches_inputs)
+            number: (entry.mode, entry.part, entry.chunk_size, entry.again, entry.fetches_inputs, entry.cut)
             for number, entry in enumerate(profile.kinds[profile.calls[i].kind].menu)
             if entry.recipe is None
         }

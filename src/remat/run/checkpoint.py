@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from remat._torch_private import StopRecomputation, active_saved_tensors_hooks, flatten, in_functorch
 from remat.errors import InputError, RecomputeError
+from remat.run.content import Content, Noise
 from remat.run.inputs import Inputs, Leaving
 from remat.run.meter import SavedBytes
 from remat.run.rng import RandomState, SameChance, restored
@@ -69,6 +71,7 @@ class Options:
     preserve_rng_state: bool = True
     early_stop: bool = True
     determinism_check: str = "default"
+    check: bool = True  # compare a few elements of what is computed again (run.content)
 
 
 # --------------------------------------------------------------------------------------------- public
@@ -87,8 +90,8 @@ def checkpoint(fn: Callable[..., Any], *args: Any, offload: bool = False, **kwar
 def checkpoint_fn(**options: Any) -> Callable[..., Any]:
     """A checkpoint function with its options fixed: `f(fn, *args, **kwargs)`, every keyword goes to `fn`.
 
-    Options: offload, name, preserve_rng_state, early_stop, determinism_check. It fits where a library takes
-    such a function (transformers' and diffusers' `_gradient_checkpointing_func`).
+    Options: offload, name, preserve_rng_state, early_stop, determinism_check, check. It fits where a library
+    takes such a function (transformers' and diffusers' `_gradient_checkpointing_func`).
     """
     if options.pop("use_reentrant", False):
         raise InputError("use_reentrant=True: remat never checkpoints reentrantly; leave the option out")
@@ -225,6 +228,7 @@ class _Call:
         if observer is not None:
             observer.entered()
         self._saved = SavedBytes(modules) if observer is not None and observer.counting() else None
+        self._content = _content(options, modules, self.name)
         self.devices = _accelerators(inputs.tensors(), modules)
         self._state = [ModuleState(module) for module in modules]
         self._entry = RandomState(self.devices) if options.preserve_rng_state else None
@@ -243,11 +247,13 @@ class _Call:
 
     def _run_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         pack, unpack = _hooks()
-        saved, name = self._saved, self.name
+        saved, content, name = self._saved, self._content, self.name
 
-        def counted_pack(tensor: Tensor) -> Any:
-            assert saved is not None
-            saved.add(tensor)
+        def noted_pack(tensor: Tensor) -> Any:
+            if saved is not None:
+                saved.add(tensor)
+            if content is not None:
+                content.note(tensor)
             return pack(tensor)
 
         def checked_unpack(packed: Any) -> Any:
@@ -256,7 +262,8 @@ class _Call:
             except CheckpointError as error:
                 raise _mismatch(name, error) from None
 
-        with saved_tensors_hooks(pack if saved is None else counted_pack, checked_unpack):
+        plainly = saved is None and content is None
+        with saved_tensors_hooks(pack if plainly else noted_pack, checked_unpack):
             return self._run(*args, **kwargs)
 
     def settle(self) -> None:
@@ -265,6 +272,8 @@ class _Call:
             end = self._entry.now()
             drew = end != self._entry
             self._entry, self._exit = (self._entry, end) if drew else (None, None)
+        if self._content is not None:
+            self._content.settle()
         held = self._inputs.settle(self.name, offload=self._leaving or self._options.offload)
         self._leaving = None  # it holds the tensors
         for state in self._state:
@@ -288,13 +297,17 @@ class _Call:
                 stack.enter_context(state.as_at_entry())
             if not self._modules:
                 stack.enter_context(untouched_statistics(lambda: norms_behind(self._fn, args)))
-            finish = _RunOn(self._exit)
+            finish = _RunOn(self._exit, self._content)
             stack.enter_context(finish.hooks())
             try:
                 self._run(*args, **kwargs)
+                finish.end()
             except CheckpointError as error:
                 raise _mismatch(self.name, error) from None
-            except (StopRecomputation, RecomputeError):
+            except StopRecomputation:
+                finish.end()
+                raise
+            except RecomputeError:
                 raise
             except Exception as error:
                 if hasattr(error, "add_note"):
@@ -307,35 +320,55 @@ class _Call:
 
 
 class _RunOn:
-    """Puts off torch's early stop until the region has drawn all the random numbers that forward drew.
+    """Compares what is saved again with `content`, and puts off torch's early stop until the region has drawn
+    all the random numbers that forward drew, where it `end`ed.
 
     torch stops as soon as the last tensor is saved. An operation that fills a saved tensor itself (RReLU
     saves its noise before the kernel draws it, pytorch/pytorch#193671) would then never run, and backward
     would read uninitialised memory.
     """
 
-    def __init__(self, end: RandomState | None) -> None:
-        self._end = end
+    def __init__(self, end: RandomState | None, content: Content | None) -> None:
+        self._end, self._content = end, content
         self.stopped = False
+        if content is not None:
+            content.begin_again()
+
+    def end(self) -> None:
+        if self._content is not None:
+            self._content.end_again()
 
     def hooks(self) -> AbstractContextManager[Any]:
-        if self._end is None:
+        if self._end is None and self._content is None:
             return nullcontext()
         pack, unpack = _hooks()
-        end = self._end
+        end, content = self._end, self._content
 
         def pack_and_run_on(tensor: Tensor) -> Any:
             if self.stopped:
                 raise CheckpointError("more tensors were saved during recomputation than during forward")
+            if content is not None:
+                content.compare(tensor)
             try:
                 return pack(tensor)
             except StopRecomputation:
-                if end.now() == end:
+                if end is None or end.now() == end:
                     raise
                 self.stopped = True
                 return tensor
 
         return saved_tensors_hooks(pack_and_run_on, unpack)
+
+
+_NOISE: WeakKeyDictionary[nn.Module, Noise] = WeakKeyDictionary()
+
+
+def _content(options: Options, modules: Sequence[nn.Module], name: str) -> Content | None:
+    """What is computed again is compared, unless other random numbers are drawn, or other bits are usual."""
+    if not options.check or not options.preserve_rng_state:
+        return None
+    noise = _NOISE.setdefault(modules[0], Noise()) if modules else Noise()
+    return None if noise.is_usual else Content(name, noise)
 
 
 def _hooks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
@@ -348,7 +381,8 @@ def _mismatch(name: str, error: CheckpointError) -> RecomputeError:
     differed = str(error).split("\nTip:")[0].replace("torch.utils.checkpoint: ", "").strip()
     return RecomputeError(
         f"{name}: recomputation in backward did not give what forward had saved; the gradients of this step "
-        f"must not be used.\nWhat differed: {differed}\n{_CAUSES}"
+        f"must not be used.\nWhat differed: {differed}\n{_CAUSES}",
+        region=name,
     )
 
 

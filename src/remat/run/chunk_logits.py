@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from remat._torch_private import below_torch_function, wrapper_tensor
 from remat.errors import RecomputeError, RematError
+from remat.run.chunk_columns import slice_width
 from remat.run.chunk_loss import Criterion, Head, chunk_rows, chunked_cross_entropy
 from remat.run.chunk_record import View, recorded
 from remat.run.chunk_softmax import Fuse, apply_steps
@@ -37,6 +38,7 @@ class Watch(Protocol):
     rows: int | None
     chunk_bytes: int | None
     fuse: Fuse
+    columns: bool
 
     def chunked(self, chunks: int) -> None: ...
 
@@ -292,9 +294,12 @@ def _cross_entropy(
     call.check("the loss")
     rows = recipe.view.rows.reshape(-1, recipe.view.rows.shape[-1])
     size = chunk_rows(rows.shape[0], call.vocabulary, rows.device, watch.rows, watch.chunk_bytes)
+    width = 0
+    if watch.columns:
+        width = slice_width(rows.shape[0], call.vocabulary, rows.device, watch.chunk_bytes)
     loss, chunks = chunked_cross_entropy(
         call.head, rows, target.reshape(-1), recipe.view.steps, input.dtype, call.vocabulary, criterion, size,
-        watch.fuse,
+        watch.fuse, width,
     )  # fmt: skip
     call.used = True
     watch.chunked(chunks)

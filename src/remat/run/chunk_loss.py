@@ -31,7 +31,8 @@ from torch.nn import functional as F
 
 from remat._torch_private import keeps_graph
 from remat.errors import RematError
-from remat.run.chunk_softmax import Fuse, Step, compiled_softmax, softmax_in_place
+from remat.run.chunk_columns import Columns
+from remat.run.chunk_softmax import Fuse, Step, compiled_softmax, row_terms, softmax_in_place
 from remat.run.standins import Autocast, GradientSum, Parameters
 
 __all__ = ["Criterion", "Head", "chunk_rows", "chunked_cross_entropy", "no_row_ignored"]
@@ -115,10 +116,12 @@ def chunked_cross_entropy(
     criterion: Criterion,
     size: int,
     fuse: Fuse,
+    width: int = 0,
 ) -> tuple[Tensor, int]:
     """F.cross_entropy(steps(head(rows)), target), and the number of chunks. `rows` (N, H), `target` (N,).
 
-    `dtype`: of the logits after the steps, which is the dtype of the loss.
+    `dtype`: of the logits after the steps, which is the dtype of the loss. `width`: classes in a chunk, where
+    a linear head is cut by columns; 0: by rows, `size` in a chunk.
     """
     labels, keep, ignored = _kept(target, criterion.ignore_index)
     job = _Job(
@@ -132,6 +135,7 @@ def chunked_cross_entropy(
         criterion=criterion,
         size=size,
         fuse=fuse,
+        width=width if head.linear is not None else 0,
     )
     if criterion.reduction == "none":
         loss = _Each.apply(job, rows, *head.parameters.trained)  # type: ignore[no-untyped-call]
@@ -173,9 +177,12 @@ class _Job:
     criterion: Criterion
     size: int
     fuse: Fuse
+    width: int
 
     @property
     def chunks(self) -> int:
+        if self.width and self.target.numel():
+            return -(-self.vocabulary // self.width)
         return -(-self.target.numel() // self.size)
 
     def denominator(self) -> Any:
@@ -186,14 +193,31 @@ class _Job:
         """Each row's loss, no gradients."""
         found = [torch.zeros(0, dtype=self.dtype, device=rows.device)]
         with torch.no_grad(), self.head.autocast.off():
+            columns = self._columns(rows)
+            if columns is not None:
+                return self._everywhere(columns.normalisers()[1], rows.shape[0])
             runner = _runner(self.head, False, self.chunks)
             for a in range(0, self.target.numel(), self.size):
                 logits = runner.logits(self._rows(rows, a))
                 found.append(self._softmax(runner, logits, a, None, gradient=False)[0])
-            kept = torch.cat(found)
-        if self.keep is None:
-            return kept
-        return kept.new_zeros(rows.shape[0]).index_copy_(0, self.keep, kept)
+            return self._everywhere(torch.cat(found), rows.shape[0])
+
+    def _everywhere(self, kept: Tensor, count: int) -> Tensor:
+        """Zero for rows that are ignored."""
+        return kept if self.keep is None else kept.new_zeros(count).index_copy_(0, self.keep, kept)
+
+    def _columns(self, rows: Tensor) -> Columns | None:
+        """The loss by columns, if it is to be cut so."""
+        linear = self.head.linear
+        if not self.width or linear is None or not self.target.numel():
+            return None
+        products = _products_in(self.head, linear)
+        kept = rows.detach() if self.keep is None else rows.detach().index_select(0, self.keep)
+        smoothing, weight = self.criterion.label_smoothing, self.criterion.weight
+        terms = row_terms(self.target, self.dtype, smoothing, weight, self.vocabulary)
+        return Columns(
+            linear, kept.to(products), self.target, self.steps, terms, products, self.dtype, self.width
+        )
 
     def gradients(
         self, rows: Tensor, needs_rows: bool, upstream: Tensor | None
@@ -202,6 +226,9 @@ class _Job:
         per trained parameter. `upstream`: per kept row."""
         total = torch.zeros((), dtype=self.dtype, device=rows.device)
         with torch.no_grad(), self.head.autocast.off():
+            columns = self._columns(rows)
+            if columns is not None:
+                return self._gradients_by(columns, rows, needs_rows, upstream)
             gradient = torch.empty_like(rows) if needs_rows else None
             runner = _runner(self.head, needs_rows, self.chunks)
             for a in range(0, self.target.numel(), self.size):
@@ -217,6 +244,20 @@ class _Job:
                         gradient.index_copy_(0, self.keep[a : a + self.size], piece.to(gradient.dtype))
                 del slope, piece
         return total, gradient, runner.parameters()
+
+    def _gradients_by(
+        self, columns: Columns, rows: Tensor, needs_rows: bool, upstream: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
+        lse, losses = columns.normalisers()
+        total = losses.sum()
+        del losses
+        of_rows, of_parameters = columns.gradients(lse, upstream, needs_rows, self.head.parameters.trained)
+        if of_rows is not None and self.keep is not None:
+            everywhere = torch.empty_like(rows)
+            of_rows = everywhere.index_copy_(0, self.keep, of_rows.to(rows.dtype))
+        elif of_rows is not None:
+            of_rows = of_rows.to(rows.dtype)
+        return total, of_rows, of_parameters
 
     def _rows(self, rows: Tensor, a: int) -> Tensor:
         """The rows of the chunk that begins at kept row `a`."""
@@ -347,10 +388,7 @@ class _LinearRunner:
     overwrite = True
 
     def __init__(self, linear: nn.Linear, head: Head, needs_rows: bool, chunks: int) -> None:
-        cast = head.autocast.dtype
-        if not head.autocast.enabled or linear.weight.dtype == torch.float64:  # autocast leaves fp64 alone
-            cast = None
-        self._cast = cast or linear.weight.dtype
+        self._cast = _products_in(head, linear)
         plain = type(linear.weight) in (Tensor, nn.Parameter)
         more = _columns_to_add(linear.weight.shape[0], self._cast, linear.weight.device) if plain else 0
         self._weight = _longer(linear.weight.detach(), self._cast, more)
@@ -376,6 +414,13 @@ class _LinearRunner:
         found = [_total(self._sums[id(p)], p, self._chunks) for p in self._trained]
         # No slice: autograd adds in place (to the gradient of a tied embedding) what nobody else refers to.
         return [None if t is None else t.resize_(p.shape) for t, p in zip(found, self._trained, strict=True)]
+
+
+def _products_in(head: Head, linear: nn.Linear) -> torch.dtype:
+    """The dtype that the head multiplies in."""
+    if not head.autocast.enabled or linear.weight.dtype == torch.float64:  # autocast leaves fp64 alone
+        return linear.weight.dtype
+    return head.autocast.dtype or linear.weight.dtype
 
 
 def _columns_to_add(columns: int, dtype: torch.dtype, device: torch.device) -> int:

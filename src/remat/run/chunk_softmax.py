@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -22,7 +23,18 @@ from torch import Tensor
 
 from remat._torch_private import any_length, in_dispatch_mode
 
-__all__ = ["Fuse", "Step", "apply_steps", "compiled_softmax", "softmax_fusible", "softmax_in_place"]
+__all__ = [
+    "Fuse",
+    "RowTerms",
+    "Step",
+    "apply_steps",
+    "backward_steps",
+    "compiled_softmax",
+    "forward_steps",
+    "row_terms",
+    "softmax_fusible",
+    "softmax_in_place",
+]
 
 _LOG = logging.getLogger(__name__)
 
@@ -55,18 +67,44 @@ def _row_terms(
     return own, own + smoothing / vocabulary * weight.sum(), smoothing / vocabulary * weight
 
 
-def softmax_in_place(
-    logits: Tensor,
-    target: Tensor,
-    steps: tuple[Step, ...],
-    dtype: torch.dtype,
-    smoothing: float,
-    weight: Tensor | None,
-    upstream: Tensor | None,
-    overwrite: bool,
-    gradient: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Rows' losses and the gradient of `logits`, in one buffer of `dtype` (the logits' own, if possible)."""
+@dataclass(frozen=True)
+class RowTerms:
+    """The same for code that takes some classes at a time."""
+
+    smoothing: float
+    own: Any
+    all_of_it: Any
+    spread: Any
+
+    def spread_over(self, columns: slice) -> Any:
+        """The last of them, for some classes."""
+        return self.spread[columns] if isinstance(self.spread, Tensor) else self.spread
+
+    def smoothed(self, x: Tensor, columns: slice) -> Tensor:
+        """What smoothing takes off each row's loss, for some classes."""
+        spread = self.spread_over(columns)
+        return x @ spread if isinstance(spread, Tensor) else x.sum(1) * spread
+
+
+def row_terms(
+    target: Tensor, dtype: torch.dtype, smoothing: float, weight: Tensor | None, vocabulary: int
+) -> RowTerms:
+    return RowTerms(smoothing, *_row_terms(target, dtype, smoothing, weight, vocabulary))
+
+
+@dataclass
+class Stepped:
+    """What the recorded steps made of logits, and what their gradient needs."""
+
+    x: Tensor
+    last: torch.dtype  # behind the last step
+    dtypes: list[torch.dtype]  # before each
+    kept: list[Tensor]  # what each tanh gave
+
+
+def forward_steps(steps: tuple[Step, ...], logits: Tensor, dtype: torch.dtype, *, overwrite: bool) -> Stepped:
+    """The steps on logits, in memory that may be written to, in `dtype`. `overwrite`: that of the logits is
+    such."""
     x, kept, dtypes = logits, [], []
     for kind, value in steps:
         dtypes.append(x.dtype)
@@ -81,10 +119,38 @@ def softmax_in_place(
             out = x if overwrite else torch.empty_like(x)
             x = torch.mul(x, value, out=out) if kind == "mul" else torch.div(x, value, out=out)
             overwrite = True
-    last = x.dtype
     wide = x.to(dtype)
-    x = wide if overwrite or wide is not x else x.clone()
-    del logits, wide
+    return Stepped(wide if overwrite or wide is not x else x.clone(), x.dtype, dtypes, kept)
+
+
+def backward_steps(steps: tuple[Step, ...], gradient: Tensor, made: Stepped) -> Tensor:
+    """The gradient of the logits, from that of what the steps made of them. Both are written over."""
+    x, kept = gradient.to(made.last), list(made.kept)
+    for (kind, value), before in zip(reversed(steps), reversed(made.dtypes), strict=True):
+        if kind == "cast":
+            x = x.to(before)
+        elif kind == "tanh":
+            x.mul_(kept.pop().square_().neg_().add_(1.0))
+        else:
+            x = x.mul_(value) if kind == "mul" else x.div_(value)
+    return x
+
+
+def softmax_in_place(
+    logits: Tensor,
+    target: Tensor,
+    steps: tuple[Step, ...],
+    dtype: torch.dtype,
+    smoothing: float,
+    weight: Tensor | None,
+    upstream: Tensor | None,
+    overwrite: bool,
+    gradient: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Rows' losses and the gradient of `logits`, in one buffer of `dtype` (the logits' own, if possible)."""
+    made = forward_steps(steps, logits, dtype, overwrite=overwrite)
+    x = made.x
+    del logits
 
     own, all_of_it, spread = _row_terms(target, dtype, smoothing, weight, x.shape[1])
     at_target = x.gather(1, target[:, None])[:, 0]
@@ -103,15 +169,7 @@ def softmax_in_place(
         x.sub_(spread if upstream is None else scale[:, None] * spread)
     hit = (own * scale) * torch.ones_like(norm)
     x.scatter_add_(1, target[:, None], -hit[:, None])
-    x = x.to(last)
-    for (kind, value), before in zip(reversed(steps), reversed(dtypes), strict=True):
-        if kind == "cast":
-            x = x.to(before)
-        elif kind == "tanh":
-            x.mul_(kept.pop().square_().neg_().add_(1.0))
-        else:
-            x = x.mul_(value) if kind == "mul" else x.div_(value)
-    return loss, x
+    return loss, backward_steps(steps, x, made)
 
 
 def softmax_fusible(

@@ -20,7 +20,7 @@ from remat.run.compiled import decompiled
 from remat.run.functions import install_function, remove_function
 from remat.run.offload import Engine
 from remat.run.quiet import quiet
-from remat.run.region import PlannedRegion
+from remat.run.region import PlannedRegion, trained_count
 from remat.run.taps import ModuleTap
 from remat.run.wrap import unwrap, wrap
 
@@ -45,19 +45,23 @@ class Installation:
         self._undo.close()
 
 
-def install(model: nn.Module, regions: Sequence[PlannedRegion], *, head: str | None = None) -> Installation:
-    """Put these regions on the model, and that head in chunks; on an error nothing stays behind."""
+def install(
+    model: nn.Module, regions: Sequence[PlannedRegion], *, head: str | None = None, columns: bool = False
+) -> Installation:
+    """Put these regions on the model, and that head in chunks, of rows or of columns; on an error nothing
+    stays behind."""
     installation = Installation()
     try:
         installation.enter(quiet(model))
         if head is not None:
-            installation.enter(chunk_head(model, head=head))
+            installation.enter(chunk_head(model, head=head, columns=columns))
         modules = dict(model.named_modules())
         for planned in regions:
             if planned.name in modules and planned.tower != "functions":
                 owner = modules[planned.name]
                 installation.enter(decompiled([owner]))
                 wrap(owner, planned)
+                planned.trained = trained_count(owner)
                 installation.defer(partial(unwrap, owner))
             else:
                 owner = model

@@ -41,16 +41,17 @@ class Slot:
 class Program:
     """What a region with this recipe does when its forward has returned, and when backward asks.
 
-    `find(outputs)` walks the autograd graph: the nodes that matter, or the number of the first one that is
-    not as captured. `collect(nodes, parameters, inputs, seen)` reads the kept tensors that rebuilding needs,
-    or gives the number of the first one that is not as captured. `rows(frame, kept)` deals them out to the
+    `find(outputs, entries)` walks the autograd graph, not beyond the nodes that made the region's inputs: the
+    nodes that matter, or the number of the first one that is not as captured. `collect(nodes, parameters,
+    inputs, seen)` reads the kept tensors that rebuilding needs, or gives the number of the first one that is
+    not as captured. `rows(frame, kept)` deals them out to the
     slots (run.holders). `hook(nodes, rows, pack)` puts the rows in, in order, and gives `pack` the tensors
     that were there; `differs(tensors)` is the number of the first that is not as captured, or None.
     `move(nodes, moved, unmove)` puts in what stands for saved tensors that go to the host, and then for those
     that are lent. Pickled as what it was compiled from.
     """
 
-    find: Callable[[list[torch.Tensor]], Any]
+    find: Callable[[list[torch.Tensor], set[Any]], Any]
     collect: Callable[[Any, list[torch.Tensor], list[torch.Tensor], Any], Any]
     rows: Callable[[Any, tuple[Any, ...]], tuple[list[Any], ...]]
     hook: Callable[[Any, Sequence[list[Any]], Callable[[torch.Tensor], None]], None]

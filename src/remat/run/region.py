@@ -35,6 +35,7 @@ from remat.run.inputs import Leaving
 from remat.run.moved import Moved, send_all, unmove
 from remat.run.offload import Engine
 from remat.run.outgoing import Layouts, Outgoing, send_out
+from remat.run.pieces import TakenOutsideError, in_pieces
 from remat.run.program import Program
 from remat.run.replay import replaying
 from remat.run.same import same_bits
@@ -43,7 +44,7 @@ from remat.run.taps import NOTHING, Passing, open_taps
 from remat.run.wrap import RegionStatus, unwrap, wrap
 from remat.trees import describe_call, tensors
 
-__all__ = ["PlannedRegion", "Variant"]
+__all__ = ["PlannedRegion", "Variant", "trained_count"]
 
 _FALLBACKS_BEFORE_FULL = 3  # mismatches after which a region recomputes as a whole
 
@@ -64,6 +65,9 @@ class Variant:
     outgoing: Outgoing | None = None  # mode COMPILED: what of its saved set waits on the host
     inside: tuple[str, ...] = ()  # submodules that recompute, each as a whole, where the region is to
     sends: tuple[int, ...] = ()  # mode HOSTED: places of the tensor inputs that wait on the host
+    cut: tuple[
+        int, ...
+    ] = ()  # modes CHUNK and HOSTED: the dimension it is cut along, and how long pieces are
 
 
 # -------------------------------------------------------------------------------------------- the region
@@ -118,6 +122,7 @@ class PlannedRegion:
     on_fallback: Callable[[str, str, bool], None] | None = None  # told name, why, whether a recipe failed
     engine: Engine | None = None  # moves what goes to the host; without it that stays on the device
     place: int = 0  # among the regions of one forward
+    trained: int | None = None  # parameters that trained when it was put on; None: nobody looks
 
     def __deepcopy__(self, memo: Any) -> PlannedRegion:
         copy = PlannedRegion(*self._as_planned())
@@ -138,6 +143,8 @@ class PlannedRegion:
         if counts.in_backward:
             counts.in_backward, counts.rebuilt = False, 0
             counts.steps += 1
+            if self.trained is not None and counts.steps % max(self.turns, 1) == self.turn:
+                self._see_that_no_more_trains(module)
         counts.calls += 1
         key, inputs = describe_call(args, kwargs, module.training)
         variant = self.known.get(key) or self._variant(key, module, inputs)
@@ -145,12 +152,23 @@ class PlannedRegion:
             return forward(*args, **kwargs)
         if variant.compiled is not None:
             return self._run_compiled(key, variant, variant.compiled, module, forward, args, kwargs, inputs)
+        if variant.cut:
+            return self._run_in_pieces(variant, module, forward, args, kwargs, inputs)
         if variant.program is None:
             return self._recompute(variant, module, forward, args, kwargs, inputs)
         if active_saved_tensors_hooks() is not None:
             self._fall_back("another saved-tensor hook is active (an outer checkpoint, save_on_cpu)")
             return forward(*args, **kwargs)
         return self._run_recipe(variant.program, module, forward, args, kwargs, inputs)
+
+    def _see_that_no_more_trains(self, module: nn.Module) -> None:
+        """In its turn: what unfrozen parameters need for their gradients is not in the plan."""
+        now = trained_count(module)
+        if self.trained is not None and now > self.trained:
+            why = f"{now - self.trained} more parameters train than when the plan was made; fit again"
+            self.trained = None
+            self._fall_back(why)
+            self.switch_off(f"recomputes as a whole: {why}")
 
     def _variant(self, key: tuple[Any, ...], module: nn.Module, inputs: list[torch.Tensor]) -> Variant:
         """The variant of a signature that is seen for the first time."""
@@ -188,12 +206,36 @@ class PlannedRegion:
                     wrap(submodule, PlannedRegion(name, self.tower, {}, otherwise=Variant(Mode.FULL)))
                     stack.callback(unwrap, submodule)
                 return forward(*args, **kwargs)
-        leaving = None
-        if variant.sends and self.engine is not None:
-            leaving = Leaving([inputs[place] for place in variant.sends], self.engine.group(self.place))
         # What stands behind a function is found by looking into it.
         modules = () if self.tower == "functions" else (module,)
-        return run_checkpointed(forward, args, kwargs, Options(name=self.name), modules, leaving=leaving)
+        leaving = self._leaving(variant, inputs)
+        options = Options(name=self.name, check=self.check)
+        return run_checkpointed(forward, args, kwargs, options, modules, leaving=leaving)
+
+    def _leaving(self, variant: Variant, inputs: list[torch.Tensor]) -> Leaving | None:
+        if not variant.sends or self.engine is None:
+            return None
+        return Leaving([inputs[place] for place in variant.sends], self.engine.group(self.place))
+
+    def _run_in_pieces(
+        self,
+        variant: Variant,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: list[torch.Tensor],
+    ) -> Any:
+        if not needs_gradients(inputs, (module,)):
+            return forward(*args, **kwargs)
+        dim, size = variant.cut
+        leaving = self._leaving(variant, inputs)
+        try:
+            return in_pieces(self.name, module, forward, args, kwargs, (dim, size), leaving)
+        except TakenOutsideError as error:
+            self._fall_back(str(error))
+            self.switch_off(f"recomputes as a whole: {error}")
+            return self._recompute(Variant(Mode.FULL), module, forward, args, kwargs, inputs)
 
     def _run_compiled(
         self,
@@ -251,6 +293,8 @@ class PlannedRegion:
         inputs: list[torch.Tensor],
     ) -> Any:
         seen = NOTHING
+        entries = {tensor.grad_fn for tensor in inputs}  # now: a region may write to an input
+        entries.discard(None)
         if not program.passed:
             output = forward(*args, **kwargs)
         else:
@@ -262,11 +306,11 @@ class PlannedRegion:
                 taps.pop()
         outputs = tensors(output)
         for tensor in outputs:
-            if tensor.grad_fn is not None:
+            if tensor.grad_fn is not None and tensor.grad_fn not in entries:
                 break
-        else:
+        else:  # nothing was recorded, or it was skipped and handed its inputs on
             return output
-        problem = self._drop(program, module, outputs, inputs, seen)
+        problem = self._drop(program, module, outputs, inputs, seen, entries)
         if problem:
             self._fall_back(problem, recipe_failed=True)
             if self.counts.fallbacks >= _FALLBACKS_BEFORE_FULL:
@@ -280,10 +324,11 @@ class PlannedRegion:
         outputs: list[torch.Tensor],
         inputs: list[torch.Tensor],
         seen: Passing,
+        entries: set[Any],
     ) -> str:
         """Replace saved tensors by rows. Returns why not, if not: then nothing was let go."""
         try:
-            nodes = program.find(outputs)
+            nodes = program.find(outputs, entries)
             if type(nodes) is int:
                 return f"node {nodes} of the autograd graph is not the one captured"
             kept = program.collect(nodes, self._parameters(program, module), inputs, seen)
@@ -386,7 +431,7 @@ class PlannedRegion:
                 f"region {self.name}: the replay of {slot.label}, made at "
                 f"{slot.source or 'an unknown line'}, differs from what forward computed; a Python number "
                 "in the region has changed since it was captured, or memory was written "
-                "behind autograd's back."
+                "behind autograd's back. From now on it recomputes as a whole."
             )
 
         return sentence
@@ -439,6 +484,10 @@ class PlannedRegion:
             why=self.counts.why,
             host_bytes=sum(v.host_bytes for v in self.variants.values()),
         )
+
+
+def trained_count(module: nn.Module) -> int:
+    return sum(parameter.requires_grad for parameter in module.parameters())
 
 
 def _with_version(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,16 +1,18 @@
-"""Equal to the bit, and a sum by which to tell without the other at hand."""
+"""Equal to the bit, a sum by which to tell without the other at hand; and equal but for rounding."""
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
-__all__ = ["bits", "checksum", "same_bits"]
+__all__ = ["bits", "checksum", "is_dense", "nearly_same", "same_bits"]
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WORD_BYTES = 8
 _COLUMNS = 61  # a prime: rows of a matrix begin in different ones
+_SLACK = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 _PIECE = (1 << 11) * _COLUMNS * _WORD_BYTES  # elements; whole rows of every dtype
 
 
@@ -29,6 +31,17 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(bits(a.detach()), bits(b.detach()))
 
 
+def nearly_same(a: torch.Tensor, b: Any) -> bool:
+    """Equal up to the noise of products of another shape: each element, by what the largest has of it."""
+    if type(b) is not torch.Tensor or a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    slack = _SLACK.get(a.dtype, 1e-4)
+    a, b = a.detach().double(), b.detach().double()
+    return not a.numel() or bool((a - b).abs().max() <= slack * a.abs().max())
+
+
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Numbers that depend on every bit, the same wherever the memory begins, computed in next to no memory:
     the plan has none to spare.
@@ -41,7 +54,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
         tensor = torch.view_as_real(tensor.resolve_conj())
     if tensor.dim() == 0:
         tensor = tensor.view(1)
-    if _is_dense(tensor) and not tensor.is_neg():
+    if is_dense(tensor) and not tensor.is_neg():
         flat = tensor.as_strided((tensor.numel(),), (1,))
         if flat.storage_offset() * flat.element_size() % _WORD_BYTES == 0:
             return _sums(flat)
@@ -54,7 +67,8 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     return functools.reduce(torch.add, map(_sums, copies))
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its memory has each of its elements once, and nothing in between."""
     expected = 1
     for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and step != expected:

@@ -15,7 +15,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -25,17 +25,42 @@ from remat.run.gather import Flag
 from remat.run.same import bits, checksum
 from remat.run.samples import Probes
 
-__all__ = ["SpotCheck"]
+__all__ = ["Check", "Pass", "SpotCheck", "expect"]
 
 _BACKWARDS_REMEMBERED = 16  # backwards that raised never read their checks; only so many are held
 
 Report = Callable[[int], str]  # told which slot differs; gives the sentence for the error
 
 
+class Check(Protocol):
+    """What is looked at when a backward pass ends. `region`: what cannot be run again as a whole, if that is
+    what it says; "" for a recipe."""
+
+    region: str
+
+    def stacked(self) -> torch.Tensor | None:
+        """All samples, expected and found, in one tensor; None: they come in `pairs`."""
+
+    def pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]: ...
+
+    def is_complete(self) -> bool: ...
+
+    def is_flagged(self) -> bool:
+        """Whether the flag of its pass is up if anything differs; otherwise that takes comparing."""
+
+    def forget(self) -> None:
+        """What was seen in a pass that has been read. With retain_graph there may be another."""
+
+    def describe(self) -> str | None:
+        """The sentence for what differs; None: nothing that matters does."""
+
+
 class SpotCheck:
     """What one graph expects of the tensors that it dropped."""
 
-    __slots__ = ("_backward", "_flagged", "_found", "_nan", "_report", "_running", "_samples", "_sums")
+    __slots__ = (
+        "_backward", "_flagged", "_found", "_nan", "_report", "_running", "_samples", "_sums", "region",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -48,9 +73,9 @@ class SpotCheck:
     ) -> None:
         """Sample those of the dropped tensors that `probes` names. `phase` moves the samples; of the places
         in `whole` checksums are taken, too."""
-        self._report = report
+        self._report, self.region = report, ""
         self._backward = -2  # the pass that is looked at: with retain_graph there may be several
-        self._running: _Pass | None = None
+        self._running: Pass | None = None
         self._samples = probes.expect(tensors, phase)
         self._sums = {place: checksum(tensors[place]) for place in whole}
         self._found: dict[int, torch.Tensor] = {}  # checksums, too
@@ -63,7 +88,7 @@ class SpotCheck:
         if backward != self._backward:
             self.forget()
             self._backward = backward
-            self._running = _expect(self, backward)
+            self._running = expect(self, backward)
         running, samples = self._running, self._samples
         flag_at = 0 if running is None or samples.device is None else running.flag_at()
         taken = samples.see(place, tensor, flag_at)
@@ -136,14 +161,14 @@ def _unequal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 # ------------------------------------------------------------------------------ when a backward pass ends
 
 
-class _Pass:
+class Pass:
     """The checks of one backward pass, the flag that its kernels raise, and on CUDA where in its stream the
     last of them was taken."""
 
     __slots__ = ("checks", "flag", "mark", "marked", "streams")
 
     def __init__(self) -> None:
-        self.checks: list[SpotCheck] = []
+        self.checks: list[Check] = []
         self.flag: Flag | None = None
         self.streams: set[tuple[torch.device, int]] = set()  # that tensors were seen on
         self.mark: tuple[torch.device, torch.cuda.Event] | None = None
@@ -154,7 +179,7 @@ class _Pass:
             self.flag = _flags.pop() if _flags else Flag()
         return self.flag.address
 
-    def has_seen(self, check: SpotCheck, device: torch.device) -> None:
+    def has_seen(self, check: Check, device: torch.device) -> None:
         """Remember how far the stream has to be for all samples to be there. Marking takes the host as long
         as an operation, so it is done where the last check of the pass is expected. With several streams
         there is no such place: whoever reads looks at their number, too."""
@@ -171,20 +196,20 @@ class _Pass:
 _flags: list[Flag] = []  # that no pass has; all down, but for a kernel that was slower than its pass
 
 # By the number of the pass: its worker threads share it.
-_running: collections.OrderedDict[int, _Pass] = collections.OrderedDict()
+_running: collections.OrderedDict[int, Pass] = collections.OrderedDict()
 _lock = threading.Lock()
 _readers: dict[torch.device, torch.cuda.Stream] = {}
 _checks_before = 0  # in the pass that ended last
 
 
-def _expect(check: SpotCheck, backward: int) -> _Pass | None:
+def expect(check: Check, backward: int) -> Pass | None:
     """Have this check read when the running backward pass ends."""
     first = False
     running = _running.get(backward)
     if running is None:
         with _lock:
             first = backward not in _running
-            running = _running.setdefault(backward, _Pass())
+            running = _running.setdefault(backward, Pass())
             while len(_running) > _BACKWARDS_REMEMBERED:
                 _running.popitem(last=False)
     running.checks.append(check)
@@ -215,7 +240,7 @@ def _read(backward: int) -> None:
             check.forget()
 
 
-def _is_settled(running: _Pass) -> bool:
+def _is_settled(running: Pass) -> bool:
     """Whether everything was compared where it was taken, and nothing differed. Waits for that, and for
     nothing that backward has queued since: the host then queues the next step before the device runs dry."""
     if running.mark is None or running.flag is None or not _is_marked(running):
@@ -227,26 +252,28 @@ def _is_settled(running: _Pass) -> bool:
     return not running.flag.is_up()
 
 
-def _is_marked(running: _Pass) -> bool:
+def _is_marked(running: Pass) -> bool:
     """Whether the mark in the one stream lies behind all that was taken."""
     if not running.marked or len(running.streams) != 1:
         return False
     return all(check.is_complete() for check in running.checks)
 
 
-def _raise(checks: list[SpotCheck]) -> None:
-    sentences = [sentence for check in checks if (sentence := check.describe()) is not None]
-    if not sentences:  # nothing but NaNs
+def _raise(checks: Sequence[Check]) -> None:
+    told = [(sentence, check.region) for check in checks if (sentence := check.describe()) is not None]
+    if not told:  # nothing but NaNs, or rounding
         return
-    more = f" {len(sentences) - 1} more regions differ too." if len(sentences) > 1 else ""
+    sentence, region = told[-1]
+    more = f" {len(told) - 1} more regions differ too." if len(told) > 1 else ""
     raise RecomputeError(
-        f"{sentences[-1]}{more} The gradients of this step are wrong and must not be used: call zero_grad() "
-        "and run the step again; the region now recomputes as a whole."
+        f"{sentence}{more} The gradients of this step are wrong and must not be used: call zero_grad() and "
+        "run the step again.",
+        region=region,
     )
 
 
 @contextmanager
-def _beside(running: _Pass) -> Iterator[None]:
+def _beside(running: Pass) -> Iterator[None]:
     """Compare on a stream of its own, which waits for the samples and not for what backward has queued since:
     the host then has the answer, and queues the next step, before the device runs dry.
 
@@ -264,7 +291,7 @@ def _beside(running: _Pass) -> Iterator[None]:
         yield
 
 
-def _differ(checks: list[SpotCheck]) -> bool:
+def _differ(checks: Sequence[Check]) -> bool:
     """Whether any sample or checksum differs in any bit. All NaNs count as one only in `describe`."""
     stacks: dict[Any, list[torch.Tensor]] = {}
     groups: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}

@@ -75,6 +75,29 @@ class Parameters:
                     if id(parameter) in twin:
                         owner._parameters[name] = parameter
 
+    @contextmanager
+    def shaken(self) -> Iterator[None]:
+        """Inside, the module runs on other weights. What it does by its structure it does then, too; what is
+        hidden by a weight that is zero shows."""
+        before = [(owner._parameters, name, parameter) for owner, name, parameter, _ in self._slots]
+        with _lock(self._module):
+            try:
+                for number, (place, name, parameter) in enumerate(before):
+                    if parameter.is_floating_point():
+                        place[name] = _shaken(parameter, number)  # type: ignore[assignment]
+                yield
+            finally:
+                for place, name, parameter in before:
+                    place[name] = parameter
+
+
+def _shaken(weight: Tensor, seed: int) -> Tensor:
+    """By as much as matters: a matrix so that what it is given keeps its size, a gain or a gate by a half."""
+    own = torch.Generator(weight.device).manual_seed(seed)  # the model's generators are not touched
+    size = weight[0].numel() ** -0.5 if weight.dim() > 1 and weight.numel() else 0.5
+    noise = torch.randn(weight.shape, generator=own, device=weight.device) * size
+    return (weight.detach().float() + noise).to(weight.dtype)
+
 
 def _lock(module: nn.Module) -> Any:
     with _LOCKS_LOCK:
@@ -107,15 +130,15 @@ class Autocast:
         return torch.autocast(self.device, enabled=False)
 
 
-def foreign_leaves(output: Tensor, known: Iterable[Tensor]) -> bool:
-    """Whether a graph ends in tensors that need gradients and are not known: those would be lost.
+def foreign_leaves(outputs: Iterable[Tensor], known: Iterable[Tensor]) -> bool:
+    """Whether the graph of these ends in tensors that need gradients and are not known: those would be lost.
 
     So it is with a weight that is no registered parameter: one borrowed from another module by a closure, or
     a view that a wrapper (FSDP1's flat parameter, weight_norm's hook) puts in the parameter's place.
     """
     allowed = {id(tensor) for tensor in known}
     seen: set[Any] = set()
-    nodes = [output.grad_fn]
+    nodes = [output.grad_fn for output in outputs]
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:

@@ -1,8 +1,9 @@
 """What a region's modules carry from call to call: buffers that a forward writes, parameters that it reads.
 
 A recomputation must not count a batch twice (BatchNorm, an exponential average, power iteration), and must
-read the values that the first run read. So, while a region runs again, its plain attributes and its buffers
-are those of its entry: copies of those that it may write, nothing in the place of one that it made itself.
+read the values that the first run read. So, while a region runs again, its attributes (numbers, flags, names
+of adapters, tensors without a graph) and its buffers are those of its entry: copies of those that it may
+write, nothing in the place of one that it made itself.
 Tensors that the first run left in attributes are there afterwards, too.
 Which buffers a module writes is learned on its first call, by comparing contents, for not every write tells
 autograd (BatchNorm's kernels, `.data`). A later call may write others, so small buffers are copied every
@@ -106,8 +107,7 @@ class ModuleState:
         self._lent: list[tuple[nn.Module, str, Tensor]] = []
         self._versions: list[tuple[nn.Module, str, weakref.ref[Tensor], int]] = []
         modules = list(module.named_modules())
-        self._attributes: Attributes | None = Attributes(owner for _, owner in modules)
-        self._replaced: list[Value] = []  # attributes that the call changed
+        self._attributes = Attributes((owner for _, owner in modules), all_state=True)
         for path, owner in modules:
             table = owner._buffers
             self._tables.append((owner, dict(table)))
@@ -138,8 +138,6 @@ class ModuleState:
         """After the first run: learn what it wrote, let the rest go. A write that nobody expected raises."""
         known = self._habits
         known.seen = True
-        if self._attributes is not None:
-            self._replaced, self._attributes = self._attributes.changed(), None
         for buffer in self._buffers:
             if buffer.slot not in known.read and buffer.slot not in known.written:
                 if buffer.was_written():
@@ -192,7 +190,7 @@ class ModuleState:
         put_back: list[tuple[dict[str, Any], dict[str, Any]]] = []
         present: list[Value] = []
         try:
-            present = exchange(self._replaced)
+            present = exchange(self._attributes.changed())  # by the call, or by whoever came after it
             fresh: dict[int, Tensor] = {}
             copied: dict[nn.Module, dict[str, Tensor]] = {}
             for buffer in self._buffers:

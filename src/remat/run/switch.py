@@ -20,7 +20,7 @@ from remat.run.functions import install_function, remove_function
 from remat.run.install import Installation, tap
 from remat.run.offload import Engine
 from remat.run.quiet import quiet
-from remat.run.region import Owners, PlannedRegion, Variant
+from remat.run.region import Owners, PlannedRegion, Variant, trained_count
 from remat.run.wrap import unwrap, wrap
 
 __all__ = ["Switchboard", "Table"]
@@ -116,6 +116,7 @@ class Switchboard:
                 install_function(name, region, self._model)
             else:
                 wrap(self._modules[name], region)
+                region.trained = trained_count(self._modules[name])
         self._shown[name] = table.variants
         self._tap(region, table)
 

@@ -69,7 +69,7 @@ def way(entry: Entry) -> str:
     drops nine saved tensors; '+offload' if others, or the inputs to run again from, wait on the host."""
     if entry.mode is Mode.HOSTED or entry.again:
         ways = (
-            Mode.CHUNK.value if entry.part else "",
+            Mode.CHUNK.value if entry.in_chunks else "",
             Mode.FULL.value,
             "offload" if entry.host_bytes else "",
         )
@@ -130,7 +130,9 @@ def _region_reason(kind: Kind, entry: Entry) -> str:
         parts = []
         if entry.part:
             parts.append(f"{entry.part} runs {entry.chunk_size} positions at a time")
-        if entry.mode is Mode.HOSTED or entry.again:
+        if entry.cut:
+            parts.append(f"runs {_amount(entry.cut)} at a time, and again so in backward")
+        elif entry.mode is Mode.HOSTED or entry.again:
             parts.append("the rest again as a whole" if entry.part else "runs again as a whole")
         if entry.host_bytes:
             parts.append(f"its inputs wait on the host ({format_bytes(entry.host_bytes)})")
@@ -146,6 +148,12 @@ def _region_reason(kind: Kind, entry: Entry) -> str:
     if entry.recipe.offloaded:
         parts.append(f"{format_bytes(entry.host_bytes)} wait on the host")
     return f"{price}: {', '.join(parts)}"
+
+
+def _amount(cut: tuple[int, ...]) -> str:
+    dim, size = cut
+    plural = "" if size == 1 else "s"
+    return f"{size} row{plural}" if dim == 0 else f"{size} position{plural} of dimension {dim}"
 
 
 def _why_kept(kind: Kind) -> str:

@@ -68,6 +68,8 @@ def notes_of(plan: Plan) -> list[str]:
     parts = {plan.entry(call).part for call in range(len(plan.choices))} - {""}
     if parts:
         chunks.append(f"{', '.join(sorted(parts))} of some regions runs in chunks: equal within rounding")
+    if any(plan.entry(call).cut for call in range(len(plan.choices))):
+        chunks.append("some regions run over pieces of the batch: equal within rounding")
     return [*chunks, *plan.profile.notes, *plan.notes]
 
 

@@ -172,3 +172,11 @@ def test_the_picture_shows_the_recorded_figures(scheme):
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+def test_every_source_file_is_in_the_map_of_the_tree():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    files = [path.name for path in (ROOT / "src" / "remat").rglob("*.py") if path.name != "__init__.py"]
+    assert not [name for name in files if not re.search(rf"(^|\s){re.escape(name)}\s", text, re.MULTILINE)]
+    named = set(re.findall(r"^\s+(\w+\.py)\s", text.split("## Where things are")[1], re.MULTILINE))
+    assert not named - {*files, "__init__.py"}

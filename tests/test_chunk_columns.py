@@ -41,12 +41,13 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("rows", "vocabulary", "device", "nbytes", "width"),
     [
-        (1024, 32000, CPU, None, 4096),  # 16 MiB in fp32
-        (1024, 32000, CUDA, None, 16384),
+        (4096, 32000, CPU, None, 1024),  # 16 MiB in fp32
+        (1024, 32000, CUDA, None, 2048),  # a sixteenth of the classes, less than 64 MiB
         (16384, 32000, CUDA, None, 1024),
         (1 << 20, 32000, CUDA, None, 16),  # no multiple of 64 is so small
         (1 << 26, 32000, CUDA, None, 1),
-        (10, 100, CPU, None, 100),
+        (10, 100, CPU, None, 64),
+        (10, 50, CPU, None, 50),
         (33, 37, CPU, 33 * 4 * 5, 5),
         (100, 1000, CPU, 100 * 4 * 130, 128),
     ],

@@ -97,6 +97,31 @@ def test_every_way_is_charged_what_its_forward_takes_the_host(monkeypatch):
     assert max(sending) < 5e-4
 
 
+def test_what_timed_forwards_have_sent_is_not_let_go_of_in_the_next_measurement(monkeypatch):
+    """Each of them leaves a copy under way, which holds device memory until the engine is next asked."""
+    case = ZOO["llama"]()
+    under_way = []
+
+    def watched(measure, engine_of):
+        def call(*args, **kwargs):
+            found = measure(*args, **kwargs)
+            under_way.append(engine_of(args).counts.in_flight_bytes)
+            return found
+
+        return call
+
+    monkeypatch.setattr(menus, "_pace", lambda *_: Pace(Work(1e-3, 4e-3), LAUNCH, Work(1e-3, 1e-3)))
+    monkeypatch.setattr(menus, "_hosted", watched(menus._hosted, lambda args: args[3].engine))
+    monkeypatch.setattr(menus, "_bench_recipe", watched(menus._bench_recipe, lambda args: args[4].engine))
+    allow = ["keep", "recompute", "offload", "chunk"]
+    menu = remat.profile(case.model, case.batch, loss=case.loss, allow=allow).kinds[0].menu
+    sending = [entry for entry in menu if entry.host_bytes]
+    assert {Mode.HOSTED, Mode.RECIPE} <= {entry.mode for entry in sending}
+    assert all(entry.resident_bytes >= 0 for entry in menu)
+    assert len(under_way) > len(sending)
+    assert not any(under_way)
+
+
 def test_the_host_is_timed_alone():
     slept = []
 

@@ -325,6 +325,7 @@ def _bench_recipe(
         levels = bench(region, inputs, modules, device, timed=False, at_backward=fetch)
         issued = issuing_seconds(call, inputs, device) if pace is not None and pace.shows_in_forward else 0.0
         if recipe.offloaded and host is not None:
+            host.engine.settle()  # as in _hosted
             if host.engine.counts.kept_bytes > stayed:
                 raise CaptureError(f"the host has no {format_bytes(recipe.host_bytes)} for offload")
         else:
@@ -372,10 +373,11 @@ def _hosted(
         if host.engine.counts.sent_bytes - before != sum(sizes.values()):
             return None  # the host has no memory, or the region writes to an input, of which it holds a copy
         extra = backward_extra + in_forward(call)
+        host.engine.settle()  # what those forwards sent is not let go of in somebody else's measurement
     return replace(
         of,
         mode=Mode.HOSTED,
-        resident_bytes=measured.resident_bytes,
+        resident_bytes=max(measured.resident_bytes, 0),
         forward_peak_bytes=measured.forward_peak_bytes,
         backward_peak_bytes=measured.backward_peak_bytes,
         holds_inputs=tuple(place for place in range(len(example.inputs)) if place not in places),

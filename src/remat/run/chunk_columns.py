@@ -24,13 +24,18 @@ __all__ = ["Columns", "slice_width"]
 
 _CUDA_BYTES = 64 << 20
 _OTHER_BYTES = 16 << 20
+_SLICES = 16  # about, at the least
 _ALIGNED = 64  # columns: products like it, and every slice but the last has it
 
 
 def slice_width(rows: int, vocabulary: int, device: torch.device, nbytes: int | None) -> int:
-    """Classes in one slice: so many that its logits in fp32 take about `nbytes`."""
+    """Classes in one slice: so many that its logits in fp32 take about `nbytes`. By default a few of all: of
+    few rows all logits are little, and beside the weight's gradient they would be most of what is taken."""
     wanted = (nbytes or (_CUDA_BYTES if device.type == "cuda" else _OTHER_BYTES)) // (4 * max(rows, 1))
-    return min(max(wanted - wanted % _ALIGNED, min(_ALIGNED, max(wanted, 1))), vocabulary)
+    width = max(wanted - wanted % _ALIGNED, min(_ALIGNED, max(wanted, 1)))
+    if nbytes is None:
+        width = min(width, -(-vocabulary // (_SLICES * _ALIGNED)) * _ALIGNED)
+    return min(width, vocabulary)
 
 
 @dataclass(frozen=True)

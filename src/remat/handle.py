@@ -22,7 +22,7 @@ from remat.check.untouched import Outside, parameters_of
 from remat.check.verify import Verification
 from remat.compiling import internal_bytes
 from remat.errors import BudgetError, InputError, PlanError, RecoveryError, RematError
-from remat.offloading import engine_for
+from remat.offloading import engine_for, stem_engine_for
 from remat.planner.bounds import least_budget
 from remat.planner.schedule import schedule
 from remat.planner.simulate import simulate
@@ -41,8 +41,9 @@ from remat.run.recipe import compile_recipe
 from remat.run.recover import Failure, recovering, remembered_bytes, step_optimizer
 from remat.run.region import PlannedRegion, Variant
 from remat.run.status import Status
+from remat.run.stem import StemSender, sending
 from remat.run.switch import Switchboard
-from remat.show.facts import graph_notes
+from remat.show.facts import graph_notes, stem_notes
 from remat.show.text import Report
 from remat.units import format_bytes
 
@@ -113,7 +114,18 @@ def _installed(
     if engine is not None:
         installation.engine = engine
         installation.defer(engine.close)
+    _send_stem(model, plan, installation)
     return plan, installation
+
+
+def _send_stem(model: nn.Module, plan: Plan, installation: Installation) -> None:
+    """Have what runs before the first region wait on the host, if that is planned."""
+    engine, stem = stem_engine_for(plan), plan.profile.stem
+    if engine is None or stem is None:
+        return
+    installation.defer(engine.close)
+    installation.stem = sender = StemSender(stem, engine)
+    installation.enter(sending(model.get_submodule(stem.region), sender.before, sender.after))
 
 
 def chunked_head(plan: Plan) -> str | None:
@@ -152,6 +164,8 @@ class Handle:
         if isinstance(installation, Installation):
             for region in installation.regions:
                 region.on_fallback = partial(_note_fallback, self._journal)  # also if nobody keeps us
+            if installation.stem is not None:
+                installation.stem.on_skip = partial(_note_fallback, self._journal)
 
     @property
     def stats(self) -> Stats:
@@ -179,7 +193,8 @@ class Handle:
     def status(self) -> Status:
         """What each planned region did, counted while it ran."""
         found = status(self.model)
-        return replace(found, notes=(*found.notes, *graph_notes(self.plan.profile), *self.plan.notes))
+        planned = (*graph_notes(self.plan.profile), *stem_notes(self.plan.profile), *self.plan.notes)
+        return replace(found, notes=(*found.notes, *planned))
 
     def report(self) -> Report:
         """Everything that was decided and measured, for reading: print it, or save it."""

@@ -10,8 +10,9 @@ from remat.planner.link import host_bytes, pieces, window_bytes
 from remat.planner.schedule import make_plan, schedule
 from remat.records import Action, Plan
 from remat.run.offload import Engine
+from remat.units import format_bytes
 
-__all__ = ["engine_for"]
+__all__ = ["engine_for", "stem_engine_for"]
 
 
 def engine_for(plan: Plan) -> tuple[Plan, Engine | None]:
@@ -39,6 +40,26 @@ def _engine(plan: Plan) -> Engine | None:
     except HostMemoryError:
         engine.close()
         raise
+    return engine
+
+
+def stem_engine_for(plan: Plan) -> Engine | None:
+    """The engine that moves what runs before the first region, if this plan sends that: one of its own, since
+    its copies wait for nobody else's. With one warning None, if the host has no memory for it."""
+    stem = plan.profile.stem
+    if stem is None or not plan.profile.stem_sent:
+        return None
+    engine = Engine(plan.profile.environment.device, in_flight_limit_bytes=sum(stem.sizes))
+    try:
+        engine.reserve(stem.sizes)
+    except HostMemoryError as error:
+        engine.close()
+        warnings.warn(
+            f"remat: what runs before {stem.region} was to wait on the host, which refused: {error}; the "
+            f"step takes {format_bytes(stem.nbytes)} more than planned",
+            stacklevel=5,
+        )
+        return None
     return engine
 
 

@@ -36,6 +36,7 @@ from remat.run.chunk import find_head
 from remat.run.compiled import decompiled
 from remat.run.fused import can_fuse
 from remat.run.quiet import quiet
+from remat.stems import measured_stem
 from remat.trace.discover import Block, find_blocks
 from remat.trace.loops import with_loops
 from remat.trace.survey import Sighting, Species, Survey, survey
@@ -113,6 +114,7 @@ def _profile(
                 f"{type(model).__name__}'s step does not fit beside what is in memory, though every region "
                 f"was recomputed as a whole: free memory, or give a smaller batch ({error})"
             ) from error
+        stem = measured_stem(request, blocks, found, whole.segments, host, device)
         chunks = None
         if request.chunk:
             chunks = chunked_step(request, blocks, found, kinds, seconds, device, progress)
@@ -144,6 +146,7 @@ def _profile(
         one_graph=request.one_graph and any(kind.compiler for kind in kinds),
         link=None if host is None else host.rates,
         host_limit_bytes=None if host is None else host.host_limit_bytes,
+        stem=stem,
     )
 
 

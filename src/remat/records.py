@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Action", "Arg", "Const", "Entry", "Environment", "HeadChunks", "Kind", "LinkRates", "Mode", "Op",
     "Phase", "Plan", "Profile", "Recipe", "Ref", "RegionCall", "RegionGraph", "Role", "Saved", "Segment",
-    "Source", "StepBytes", "Storage", "Value",
+    "Source", "Stem", "StepBytes", "Storage", "Value",
 ]  # fmt: skip
 
 SCHEMA_VERSION = 1
@@ -378,6 +378,18 @@ class HeadChunks:
 
 
 @dataclass(frozen=True)
+class Stem:
+    """What runs before the first region and is saved for backward, as far as it can wait on the host: seen
+    to be gone from the device when that region has returned."""
+
+    region: str  # the first one, before which it is sent
+    nodes: tuple[str, ...]  # of the autograd graph behind the inputs of that region, in the order of a walk
+    saved: tuple[tuple[int, str, int], ...]  # node, attribute, place in a list (-1: it is none)
+    sizes: tuple[int, ...]  # bytes of the storages that those are of
+    nbytes: int  # that the step holds less meanwhile
+
+
+@dataclass(frozen=True)
 class LinkRates:
     """What the link to the host moves: each direction alone, and each while the other one is busy too."""
 
@@ -431,6 +443,8 @@ class Profile(Saveable):
     passing: tuple[int, ...] = ()  # boundaries made outside of regions, held in backward by who reads them
     elsewhere: tuple[int, ...] = ()  # boundaries that something else holds, too, whatever regions do
     one_graph: bool = False  # compiled blocks are parts of one graph, of the model or of its trunk
+    stem: Stem | None = None  # measured only if Action.OFFLOAD is allowed, and where it is worth it
+    stem_sent: bool = False  # segments and seconds are those of a step that sends it
     schema: int = SCHEMA_VERSION
 
     @property

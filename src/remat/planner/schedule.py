@@ -14,6 +14,7 @@ from remat.planner.chain import chain, fastest
 from remat.planner.program import Program, memory_prices, programs, solve_milp
 from remat.planner.proposals import exchanged, polished, proposals, rank
 from remat.planner.simulate import Timeline, simulate
+from remat.planner.stem import with_stem_sent
 from remat.planner.tied import fastest_tied
 from remat.records import Action, Mode, Phase, Plan, Profile
 from remat.units import format_bytes, format_seconds
@@ -65,15 +66,12 @@ def with_chunks(profile: Profile, *, finer: bool = False) -> Profile | None:
 
 def _best_head(profile: Profile, budget_bytes: int, allow: tuple[Action, ...], polish: bool) -> Plan:
     """Plan with the head as it is and in chunks; the faster one, or whichever fits. In finer chunks only if
-    neither does."""
-    chunks = with_chunks(profile) if Action.CHUNK in allow else None
-    if chunks is None:
-        return _fastest(profile, budget_bytes, allow, polish)
+    neither does, and with the stem on the host only if nothing else does."""
     plain = simulate(profile, keep_everything(profile))
     plans: list[Plan] = []
     errors: list[BudgetError] = []
-    for candidates in ((profile, chunks), (with_chunks(profile, finer=True),)):
-        for candidate in () if plans else filter(None, candidates):
+    for candidates in _tiers(profile, allow):
+        for candidate in () if plans else candidates:
             try:
                 plans.append(_fastest(candidate, budget_bytes, allow, polish))
             except BudgetError as error:
@@ -82,6 +80,17 @@ def _best_head(profile: Profile, budget_bytes: int, allow: tuple[Action, ...], p
         raise min(errors, key=lambda error: error.needed)
     best = min(plans, key=lambda plan: plan.predicted_seconds)
     return replace(best, plain_peak_bytes=plain.peak_bytes, plain_seconds=plain.seconds)
+
+
+def _tiers(profile: Profile, allow: tuple[Action, ...]) -> list[list[Profile]]:
+    """The step in other ways: those of a tier are tried if none of the ones before is within the budget."""
+    tiers: list[list[Profile | None]] = [[profile]]
+    if Action.CHUNK in allow:
+        tiers[0].append(with_chunks(profile))
+        tiers.append([with_chunks(profile, finer=True)])
+    if Action.OFFLOAD in allow:
+        tiers += [[one and with_stem_sent(one) for one in tier] for tier in tiers]
+    return [[one for one in tier if one is not None] for tier in tiers]
 
 
 def keep_everything(profile: Profile) -> tuple[int, ...]:

@@ -383,6 +383,7 @@ def with_rows(profile: Profile, rows: float, batch_bytes: int) -> Profile:
         step_seconds=profile.step_seconds * rows,
         step=replace(step, outputs=times(step.outputs), other=step.other + batch_bytes),
         head=head,
+        stem=None,  # measured at one size
     )
 
 

@@ -21,6 +21,7 @@ from remat.run.functions import install_function, remove_function
 from remat.run.offload import Engine
 from remat.run.quiet import quiet
 from remat.run.region import PlannedRegion, trained_count
+from remat.run.stem import StemSender
 from remat.run.taps import ModuleTap
 from remat.run.wrap import unwrap, wrap
 
@@ -34,6 +35,7 @@ class Installation:
         self._undo = ExitStack()
         self.regions: list[PlannedRegion] = []
         self.engine: Engine | None = None  # moves what these regions keep on the host
+        self.stem: StemSender | None = None  # and this what runs before them
 
     def defer(self, undo: Callable[[], Any]) -> None:
         self._undo.callback(undo)

@@ -20,7 +20,7 @@ from remat.units import format_bytes
 if TYPE_CHECKING:
     from remat.show.text import Report
 
-__all__ = ["comparison", "environment_rows", "facts", "graph_notes", "notes_of", "trade_off"]
+__all__ = ["comparison", "environment_rows", "facts", "graph_notes", "notes_of", "stem_notes", "trade_off"]
 
 _MOST_POINTS, _LEAST_POINTS = 20, 5  # of the frontier
 _CALLS_PER_SECOND = 480  # planned per second or so: what a frontier may take
@@ -70,7 +70,15 @@ def notes_of(plan: Plan) -> list[str]:
         chunks.append(f"{', '.join(sorted(parts))} of some regions runs in chunks: equal within rounding")
     if any(plan.entry(call).cut for call in range(len(plan.choices))):
         chunks.append("some regions run over pieces of the batch: equal within rounding")
-    return [*chunks, *plan.profile.notes, *plan.notes]
+    return [*chunks, *stem_notes(plan.profile), *plan.profile.notes, *plan.notes]
+
+
+def stem_notes(profile: Profile) -> list[str]:
+    """That what runs before the first region waits on the host, if it does."""
+    stem = profile.stem
+    if stem is None or not profile.stem_sent:
+        return []
+    return [f"what runs before {stem.region} waits on the host: {format_bytes(sum(stem.sizes))}"]
 
 
 def graph_notes(profile: Profile) -> list[str]:

@@ -25,14 +25,16 @@ import argparse
 import json
 import math
 import os
+import pickle
 import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import partial
@@ -77,12 +79,34 @@ GROUPS = ("plain", "remat", "exact", "unfused", *EAGER, "compiled", *COMPILED, "
 UNFUSED_SHARE = 0.25  # at which a plan runs without fused replay, too
 TRIES = 3  # plans for one share, each by what the last one's peak was off
 PIECES = 0.002 if CUDA else 0.0  # relative: the allocator's pieces, which no plan is made anew for
+SPARE = 0.005 if CUDA else 0.0  # relative: so much may a plan made ahead leave unused, none is made anew
 NEAR = 0.03  # a row of ours so little below a peer's peak stands for it
 CLEARLY = 0.98  # of a peer's time: faster than any noise
 PLAIN_EVERY = 5  # methods in a round
-ROUND_SECONDS = 0.8  # of timed steps for one method in one round, about
+ROUND_SECONDS = 0.6  # of timed steps for one method in one round, about
 # Relative, over all layers: sums in another order, and compiled code that rounds less often.
 ROUNDING = {torch.float32: 1e-2, torch.bfloat16: 0.1, torch.float16: 0.1}
+# Makes plans, without torch: python -c WORKER profile.json keep,recompute BYTES BYTES ...
+# They go to standard output, and what a solver may have to say does not.
+WORKER = """
+import os, pickle, sys, time
+from remat.errors import BudgetError
+from remat.planner import schedule
+from remat.records import Action, Profile
+
+out = os.fdopen(os.dup(1), "wb")
+os.dup2(2, 1)
+path, allow, *budgets = sys.argv[1:]
+profile, actions = Profile.load(path), [Action(name) for name in allow.split(",")]
+for budget_bytes in map(int, budgets):
+    begin = time.perf_counter()
+    try:
+        found = schedule(profile, budget_bytes, allow=actions)
+    except BudgetError as error:
+        found = (str(error), vars(error))
+    pickle.dump((budget_bytes, found, time.perf_counter() - begin), out)
+    out.flush()
+"""
 Result = dict[str, Any]
 
 
@@ -344,8 +368,10 @@ class Race:
             return  # a long compilation each: only where a peer is not beaten without
         how = "compiled" if group == "compiled" else "eager"
         asked = {target.share for target in self.targets() if target.how in (how, "any")}
-        for share in sorted({*(self.workload.shares or SHARES), *asked}, reverse=True):
-            made.add(share)
+        shares = sorted({*(self.workload.shares or SHARES), *asked}, reverse=True)
+        with made.ahead(shares):
+            for share in shares:
+                made.add(share)
 
     def prepare_at_peers(self) -> None:
         """remat right at the peak of each peer that it does not clearly beat yet: that is the comparison."""
@@ -406,6 +432,76 @@ def with_plain(methods: Sequence[Method]) -> list[Method]:
     return [method for start in starts for method in (*plain, *others[start : start + PLAIN_EVERY])]
 
 
+@dataclass(frozen=True)
+class Made:
+    """What planning for a budget gave, and how long it took."""
+
+    budget_bytes: int
+    found: Plan | remat.BudgetError
+    seconds: float
+
+    def serves(self, budget_bytes: int, spare_bytes: int) -> bool:
+        """Whether planning for another budget would give the same, but for bytes that may stay unused."""
+        if budget_bytes == self.budget_bytes:
+            return True
+        if isinstance(self.found, remat.BudgetError):
+            return self.found.needed > budget_bytes
+        return self.found.predicted_peak_bytes <= budget_bytes <= self.budget_bytes + spare_bytes
+
+
+class Workers:
+    """Processes that plan for many budgets, each for some of them, one after another."""
+
+    def __init__(self, of_budget: dict[int, subprocess.Popen[bytes]]) -> None:
+        self.of_budget = of_budget
+        self.made: dict[int, Made] = {}
+
+    @staticmethod
+    @contextmanager
+    def planning(
+        profile: Profile, allow: Sequence[Action], budgets: Sequence[int], count: int
+    ) -> Iterator[Workers]:
+        """They end with the context. Each is an interpreter of its own: CUDA does not survive a fork, and
+        multiprocessing's spawn would import this file anew, with torch, which takes as long as a plan."""
+        # Given at their start: libraries look when they are imported.
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path),
+        }  # fmt: skip
+        actions = ",".join(action.value for action in allow)
+        of_budget: dict[int, subprocess.Popen[bytes]] = {}
+        with ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            path = str(profile.save(Path(folder) / "profile.json"))
+            for given in (budgets[first::count] for first in range(count)):
+                command = [sys.executable, "-c", WORKER, path, actions, *map(str, given)]
+                try:
+                    worker = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
+                except OSError:  # no room for one more
+                    break
+                stack.enter_context(worker)  # waits for it, once this has ended it
+                stack.callback(worker.kill)
+                of_budget |= dict.fromkeys(given, worker)
+            yield Workers(of_budget)
+
+    def nearest(self, budget_bytes: int) -> Made | None:
+        """What was made for the budget nearest to this one; None if whoever was to make it has died."""
+        asked = min(self.of_budget, key=lambda given: abs(given - budget_bytes), default=None)
+        if asked is None:
+            return None
+        while asked not in self.made:
+            pipe = self.of_budget[asked].stdout
+            assert pipe is not None
+            try:
+                given, found, seconds = pickle.load(pipe)
+            except Exception:  # half a plan may be any error
+                return None
+            if isinstance(found, tuple):
+                message, fields = found
+                found = remat.BudgetError(message, **fields)
+            self.made[given] = Made(given, found, seconds)
+        return self.made[asked]
+
+
 class Planner:
     """Plans of one profile, each confirmed by a run, as `fit` does it."""
 
@@ -417,6 +513,7 @@ class Planner:
         self.excess = 0  # what measured peaks are above their predictions
         self.seen: dict[tuple[Any, ...], str] = {}
         self.plans: dict[str, Plan] = {}  # as they ran, by label
+        self.workers: Workers | None = None
 
     @staticmethod
     def of(race: Race, group: str) -> Planner | None:
@@ -467,8 +564,50 @@ class Planner:
         )
         return made
 
+    @contextmanager
+    def ahead(self, shares: Sequence[float]) -> Iterator[None]:
+        """Within it plans for these shares are made beside each other, with the excess that is known now."""
+        base = self.race.base
+        peak_bytes = 0 if base is None else base.peak_bytes
+        budgets = list(dict.fromkeys(self.budget_bytes(int(share * peak_bytes)) for share in shares))
+        count = min(len(budgets), self.race.options.planners)
+        if count < 2:
+            yield
+            return
+        try:
+            with Workers.planning(self.profile, OURS[self.group], budgets, count) as self.workers:
+                yield
+        finally:
+            self.workers = None
+
+    def budget_bytes(self, limit_bytes: int) -> int:
+        return self.resident + limit_bytes - self.excess
+
     def plan(self, budget_bytes: int) -> Plan:
         return remat.plan(self.profile, budget_bytes, allow=OURS[self.group])
+
+    def planned(self, budget_bytes: int, label: str) -> Plan:
+        """The plan that was made ahead, if it is as good as one made now."""
+        spare_bytes = int(SPARE * (budget_bytes - self.resident))
+        made = None if self.workers is None else self.workers.nearest(budget_bytes)
+        if made is None and self.workers is not None:
+            self.race.say(f"{label}: planned here, since who was to do it has died")
+        if made is None or not made.serves(budget_bytes, spare_bytes):
+            made = self.made_now(budget_bytes)
+        if made.seconds > 1:
+            self.race.say(f"{label}: planned in {made.seconds:.1f} s")
+        if isinstance(made.found, remat.BudgetError):
+            raise made.found
+        return made.found
+
+    def made_now(self, budget_bytes: int) -> Made:
+        begin = time.perf_counter()
+        found: Plan | remat.BudgetError
+        try:
+            found = self.plan(budget_bytes)
+        except remat.BudgetError as error:
+            found = error
+        return Made(budget_bytes, found, time.perf_counter() - begin)
 
     def add(self, share: float, label: str = "") -> None:
         """A plan whose measured peak is at most this share of the plain one; tighter until it is so. What the
@@ -483,7 +622,7 @@ class Planner:
             return
         for attempt in range(TRIES):
             try:
-                plan = self.plan(self.resident + limit_bytes - self.excess)
+                plan = self.planned(self.budget_bytes(limit_bytes), label)
             except remat.BudgetError as error:
                 if attempt == 0:
                     least = (error.needed - self.resident) / base.peak_bytes
@@ -514,7 +653,7 @@ class Planner:
         label = f"{self.prefix} least"
         if label in self.race.lanes or self.race.late():
             return
-        plan = self.plan(needed_bytes)
+        plan = self.planned(needed_bytes, label)
         if self.key(plan) in self.seen:
             return
         self.seen[self.key(plan)] = label
@@ -685,8 +824,9 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--methods", help=f"groups, instead of the workload's own: of {', '.join(GROUPS)}")
     parser.add_argument("--rounds", type=int, default=2 if CUDA else 0)
     parser.add_argument(
-        "--steps", type=int, help="timed steps of a method in one round; about a second's by default"
-    )
+        "--steps", type=int,
+        help=f"timed steps of a method in one round; {ROUND_SECONDS:g} seconds' by default, about",
+    )  # fmt: skip
     parser.add_argument("--rest", type=float, default=0.0, help="idle seconds before a method is timed")
     parser.add_argument("--limit", type=float, help="seconds for one workload, the rounds included, about")
     parser.add_argument("--out", help="JSON, written after every method")
@@ -701,6 +841,11 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="of torch.compile, remat's and the peers'; what inductor's code allocates is not seen on a host",
     )  # fmt: skip
     parser.add_argument("--profiles", help="a folder for remat's profiles, to plan again without the device")
+    parser.add_argument(
+        "--planners", type=int, default=min(8, (os.cpu_count() or 1) - 1) if CUDA else 0,
+        help="processes that make remat's plans for all shares at once; with 0 or 1 this one makes each when "
+        "it is needed (%(default)s here)",
+    )  # fmt: skip
     parser.add_argument("--longest", action="store_true", help="instead: the longest context that trains")
     parser.add_argument("--cap", help="with --longest: the memory of a smaller card, as 16GiB")
     options = parser.parse_args(arguments)

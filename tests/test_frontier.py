@@ -533,6 +533,144 @@ def test_compiled_peers_and_plans_run(bench):
     assert row.facts["fallbacks"] == 0
 
 
+# ------------------------------------------------------------------------------------------ plans made ahead
+
+
+@pytest.fixture(scope="module")
+def profiled(bench: dict[str, Any]) -> Any:
+    """A race of the small Llama with its plain step, and one profile: seconds of another would differ."""
+    frontier = bench["frontier"]
+    workload = frontier.replace(bench["workloads"].WORKLOADS["llama-1.3b"], shares=(0.8, 0.5, 0.01))
+    race = frontier.Race("llama-1.3b", workload, frontier.parsed([]), lambda result: None)
+    race.prepare_group("plain")
+    return race, frontier.Planner.of(race, "exact").profile
+
+
+def prepared(bench: dict[str, Any], profiled: Any, planners: int) -> tuple[Any, list[int]]:
+    """Rows and plans of the group, made by so many processes; and the budgets that were planned for here."""
+    (race, profile), frontier, here = profiled, bench["frontier"], []
+    real = frontier.Planner.plan
+
+    def counted(self: Any, budget_bytes: int) -> Any:
+        here.append(budget_bytes)
+        return real(self, budget_bytes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(race.options, "planners", planners)
+        patch.setattr(frontier.Planner, "of", lambda race, group: frontier.Planner(race, group, profile))
+        patch.setattr(frontier.Planner, "plan", counted)
+        for label in [label for label, lane in race.lanes.items() if lane.group == "exact"]:
+            del race.lanes[label]
+        race.prepare_ours("exact")
+    rows = [row for row in race.rows() if row.group == "exact"]
+    for row in rows:
+        row.facts.pop("first_step_seconds", None)
+    assert race.planners["exact"].workers is None
+    return (rows, race.planners["exact"].plans), here
+
+
+@pytest.fixture(scope="module")
+def one_by_one(bench: dict[str, Any], profiled: Any) -> tuple[Any, list[int]]:
+    return prepared(bench, profiled, planners=0)
+
+
+def test_plans_made_ahead_are_those_made_one_by_one(bench, profiled, one_by_one, monkeypatch):
+    started = []
+    real = bench["frontier"].subprocess.Popen
+
+    def noted(*args: Any, **options: Any) -> Any:
+        started.append(real(*args, **options))
+        return started[-1]
+
+    monkeypatch.setattr(bench["frontier"].subprocess, "Popen", noted)
+    (rows, plans), here = prepared(bench, profiled, planners=2)
+    assert list(plans) == ["remat exact 0.8", "remat exact 0.5"]
+    assert (rows, plans) == one_by_one[0]  # choices, predicted peaks and all
+    (refused,) = [row for row in rows if row.label == "remat exact 0.01"]
+    assert refused.why.startswith("out of reach: 0.")
+    assert len(here) < len(one_by_one[1])
+    assert len(started) == 2
+    assert all(worker.returncode is not None for worker in started)  # none is left to disturb the race
+
+
+def test_a_budget_out_of_reach_is_so_ahead_too(bench, profiled, monkeypatch):
+    race, profile = profiled
+    planner = bench["frontier"].Planner(race, "exact", profile)
+    budget_bytes = planner.budget_bytes(int(0.01 * race.base.peak_bytes))
+    with pytest.raises(remat.BudgetError) as expected:
+        planner.plan(budget_bytes)
+    monkeypatch.setattr(race.options, "planners", 2)
+    with planner.ahead((0.02, 0.01)):
+        monkeypatch.setattr(planner, "plan", None)  # not here
+        with pytest.raises(remat.BudgetError) as found:
+            planner.planned(budget_bytes, "remat")
+    assert str(found.value) == str(expected.value)
+    assert vars(found.value) == vars(expected.value)
+
+
+@pytest.mark.parametrize("broken", ["raise SystemExit(3)", "print('not a plan')", ""])
+def test_without_a_worker_plans_are_made_here(bench, profiled, one_by_one, monkeypatch, broken):
+    """It dies, it says something else, or it does not start."""
+    monkeypatch.setattr(bench["frontier"], "WORKER", broken)
+    if not broken:
+        monkeypatch.setattr(bench["frontier"].sys, "executable", "/no/such/python")
+    assert prepared(bench, profiled, planners=2) == one_by_one
+
+
+def test_workers_end_when_what_they_plan_for_fails(bench, profiled, monkeypatch):
+    race, profile = profiled
+    planner = bench["frontier"].Planner(race, "exact", profile)
+    monkeypatch.setattr(race.options, "planners", 2)
+    monkeypatch.setattr(bench["frontier"], "WORKER", "import time; time.sleep(600)")
+    started: set[Any] = set()
+
+    def interrupted() -> None:
+        with planner.ahead((0.8, 0.5)):
+            started.update(planner.workers.of_budget.values())
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert planner.workers is None
+    assert [worker.returncode for worker in started] == [-9, -9]
+
+
+@pytest.mark.parametrize(
+    ("budget_bytes", "serves"),
+    [
+        (1000, True),  # what it was made for
+        (990, True),  # tighter, and its peak is within
+        (949, False),
+        (1005, True),  # looser, and little stays unused
+        (1006, False),
+    ],
+)
+def test_a_plan_made_ahead_serves_what_it_fits_and_nearly_fills(bench, budget_bytes, serves):
+    plan = SimpleNamespace(predicted_peak_bytes=950)
+    assert bench["frontier"].Made(1000, plan, 0.1).serves(budget_bytes, spare_bytes=5) is serves
+
+
+@pytest.mark.parametrize(("budget_bytes", "serves"), [(1000, True), (900, True), (1199, True), (1200, False)])
+def test_a_refusal_made_ahead_holds_below_what_is_needed(bench, budget_bytes, serves):
+    refused = remat.BudgetError("out of reach", needed=1200)
+    assert bench["frontier"].Made(1000, refused, 0.1).serves(budget_bytes, spare_bytes=5) is serves
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(8.43, ["remat 0.5: planned in 8.4 s"]), (0.9, [])])
+def test_plans_that_take_long_are_told_of(bench, profiled, monkeypatch, seconds, said):
+    race, profile = profiled
+    planner, told = bench["frontier"].Planner(race, "exact", profile), []
+    monkeypatch.setattr(race, "say", told.append)
+    monkeypatch.setattr(planner, "made_now", lambda budget: bench["frontier"].Made(budget, "a plan", seconds))
+    assert planner.planned(1 << 60, "remat 0.5") == "a plan"
+    assert told == said
+
+
+def test_one_process_plans_without_an_accelerator(bench):
+    assert bench["frontier"].parsed([]).planners == 0
+    assert bench["frontier"].parsed(["--planners", "3"]).planners == 3
+
+
 # ------------------------------------------------------------------------------------------ longest context
 
 

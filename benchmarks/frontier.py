@@ -677,7 +677,7 @@ class Planner:
 
     @staticmethod
     def key(plan: Plan) -> tuple[Any, ...]:
-        return plan.choices, plan.profile.chunked, len(plan.profile.kinds)
+        return plan.choices, plan.profile.chunked, plan.profile.stem_sent, len(plan.profile.kinds)
 
     def method(self, label: str, plan: Plan | None, share: float | None) -> Method:
         compiled = self.group in OURS_COMPILED
@@ -696,6 +696,7 @@ class Planner:
             "regions": ways,
             "chunked": plan.profile.chunked,
             "host_bytes": host_bytes(plan.profile, plan.choices),
+            "stem_sent": plan.profile.stem_sent,
         }
 
         @contextmanager

@@ -26,7 +26,7 @@ from remat.planner import (
 )
 from remat.planner import schedule as schedule_function
 from remat.planner.chain import Fastest, chain
-from remat.planner.program import programs, solve_milp
+from remat.planner.program import memory_prices, programs, solve_milp
 from remat.records import Action, Mode, Profile, StepBytes
 
 from .build import entry, kind, layers, llama_stack, stack
@@ -281,3 +281,16 @@ def test_the_planner_imports_without_torch() -> None:
     code = "import sys; sys.modules['torch'] = None; import remat.planner; print(len(remat.planner.__all__))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_prices_that_are_not_found_cost_time_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The simplex may go round in circles where a budget is just out of reach; then it is stopped."""
+    p = llama_stack(6)
+    least, plain = least_budget(p), simulate(p, keep_everything(p)).peak_bytes
+    problem = next(iter(programs(p, ALLOW)))
+    middle = (least + plain) // 2
+    assert memory_prices(problem, middle).any()
+    expected = [schedule(p, budget).predicted_seconds for budget in (least, middle)]
+    monkeypatch.setattr("remat.planner.program._MOST_ITERATIONS", 1)
+    assert not memory_prices(problem, middle).any()
+    assert [schedule(p, budget).predicted_seconds for budget in (least, middle)] == expected

@@ -60,6 +60,7 @@ __all__ = [
 Floats = npt.NDArray[np.float64]
 
 _TIME_LIMIT_S = 60.0
+_MOST_ITERATIONS = 5_000  # of the simplex for prices: hundreds do, unless it goes round in circles
 _WINDOW_SHARES = (1.0, 0.5, 0.25)
 _MOST_PROGRAMS = 8  # three tensors that may or may not be held by the one region that reads them
 
@@ -505,6 +506,7 @@ def memory_prices(problem: Program, budget_bytes: int) -> Floats:
         b_eq=matrix.lower[equal],
         bounds=list(zip(lowest.tolist(), highest.tolist(), strict=True)),
         method="highs",
+        options={"maxiter": _MOST_ITERATIONS},
     )
     if result.status != 0:  # prices only speed the search up and tighten the bound; zero is a valid one
         return np.zeros(segments)

@@ -173,11 +173,13 @@ def remat_trial(job: Job, card: Card, compiler: str | bool, length: int) -> Tria
     """Profile, plan for the capacity, run a step."""
     here, needed = at_length(job, length), None
     budget = int(card.capacity_bytes * (1 - ROOM))
+    for parameter in here.trained:  # planned before the first step: gradients that are there are put aside
+        parameter.grad = None
     try:
         profile = remat.profile(here.model, here.batch, accumulate=True, allow=ACTIONS, compile=compiler)
         needed = least_of(profile)
         plan = remat.plan(profile, budget, allow=ACTIONS)
-        clean()
+        settle(here)
         _, seconds = step_once(here, card, remat.apply(here.model, plan))
         found = Trial(length, True, needed, seconds)
     except Exception as error:
@@ -272,7 +274,7 @@ def longest(
     capacity = parse_bytes(cap, total=total) if cap else total or default_capacity(job)
     card = Card(capacity, *((SMALL_START, SMALL_UNIT) if small else (START, UNIT)))
     if CUDA and total is not None:
-        torch.cuda.set_per_process_memory_fraction(min(1.0, card.capacity_bytes / total), DEVICE)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, card.capacity_bytes / total))
     result: Result = {"capacity_bytes": card.capacity_bytes, "methods": {}}
     print(f"longest context in {format_bytes(card.capacity_bytes)}", flush=True)
 
@@ -292,7 +294,7 @@ def longest(
         print(f"{result['seconds']:6.1f} s  {line_of(name, result)}", flush=True)
         put(result)
     if CUDA:
-        torch.cuda.set_per_process_memory_fraction(1.0, DEVICE)
+        torch.cuda.set_per_process_memory_fraction(1.0)
     return result
 
 

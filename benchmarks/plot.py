@@ -292,7 +292,7 @@ def markdown(panels: Sequence[Panel], longest: Sequence[dict[str, Any]] = ()) ->
 def _section(panel: Panel) -> str:
     where = panel.environment
     lines = [
-        f"### {panel.workload}",
+        f"### {panel.name.removeprefix('frontier-')}",  # two runs of a workload differ in their files
         "",
         f"{panel.about}. {where['device']}, torch {where['torch']}, {where['date'][:10]}, commit "
         f"{where['commit']}, run {where['run']}.",

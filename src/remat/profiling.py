@@ -26,13 +26,15 @@ from remat.hosting import Hosting, hosting
 from remat.menus import Inputs, measured_kind, menu_entry
 from remat.records import (
     Environment,
+    HeadChunks,
     Kind,
     Profile,
     RegionCall,
     StepBytes,
 )
 from remat.request import Request, device_of, refuse_several
-from remat.run.chunk import find_head
+from remat.run.chunk import HeadHandle, chunk_head, find_head
+from remat.run.chunk_loss import no_row_ignored
 from remat.run.compiled import decompiled
 from remat.run.fused import can_fuse
 from remat.run.quiet import quiet
@@ -40,7 +42,7 @@ from remat.stems import measured_stem
 from remat.trace.discover import Block, find_blocks
 from remat.trace.loops import with_loops
 from remat.trace.survey import Sighting, Species, Survey, survey
-from remat.wholestep import as_in_steps, chunked_step, fastest_step
+from remat.wholestep import WholeStep, as_in_steps, chunked_step, fastest_step
 
 __all__ = ["build_profile", "region_call", "storage_bytes", "survey_notes"]
 
@@ -49,14 +51,21 @@ _KINDS_IN_FULL = 4  # kinds of blocks that are compiled with as many saved sets 
 
 
 def build_profile(request: Request, progress: Progress) -> Profile:
-    """Blocks that compute something else when they are run again are no regions: they stay as they are."""
+    """Blocks that compute something else when they are run again are no regions: they stay as they are. Where
+    the step with the head as it is does not fit, it is only measured with the head in chunks."""
     refuse_several(request.model)
     ranks.refuse_strangers(fingerprint(request.model))
     blocks = find_blocks(request.model)
     notes: list[str] = []
+    cut = ""
     while True:
         try:
-            return _profile(request, blocks, notes, progress)
+            return _profile(request, blocks, notes, progress, cut)
+        except torch.OutOfMemoryError:
+            cut = _head_to_cut(request) if not cut else ""
+            if not cut:
+                raise
+            progress(f"memory ran out: once more with {cut} in chunks")
         except RecomputeError as error:
             left = _without(blocks, error.region)
             if ranks.several() or len(left) == len(blocks) or not left:
@@ -65,6 +74,15 @@ def build_profile(request: Request, progress: Progress) -> Profile:
             notes.append(f"{_first_of(names)} stay as they are: {str(error).splitlines()[0]}")
             progress(f"planning without {_first_of(names)}")
             blocks = left
+        release_cached(device_of(request.model))  # now: the error held what the step had
+
+
+def _head_to_cut(request: Request) -> str:
+    """The head whose logits may be what does not fit; "" if it must run as it is, or nobody knows it."""
+    head = find_head(request.model)
+    if head is None or not request.chunk or request.one_graph or request.like is not None or ranks.several():
+        return ""
+    return head[0]
 
 
 def _without(blocks: Sequence[Block], region: str) -> tuple[Block, ...]:
@@ -74,8 +92,9 @@ def _without(blocks: Sequence[Block], region: str) -> tuple[Block, ...]:
 
 
 def _profile(
-    request: Request, blocks: Sequence[Block], more_notes: Sequence[str], progress: Progress
+    request: Request, blocks: Sequence[Block], more_notes: Sequence[str], progress: Progress, cut: str = ""
 ) -> Profile:
+    """`cut`: the head that runs in chunks throughout."""
     model, device = request.model, device_of(request.model)
     step = _step_bytes(request, device)
     notes = list(more_notes)
@@ -89,6 +108,9 @@ def _profile(
         looped = with_loops(model, tuple(blocks), request.run)
         stack.enter_context(decompiled(block.module for block in looped if block not in blocks))
         blocks = looped
+        in_chunks = stack.enter_context(chunk_head(model, head=cut)) if cut else None
+        if in_chunks is not None:
+            stack.enter_context(no_row_ignored())  # other batches ignore other labels
         host = _hosting(request, device, stack, notes, progress)
         kernels = threading.Thread(target=_try_kernels, args=(device,), daemon=True)
         kernels.start()
@@ -115,8 +137,14 @@ def _profile(
                 f"was recomputed as a whole: free memory, or give a smaller batch ({error})"
             ) from error
         stem = measured_stem(request, blocks, found, whole.segments, host, device)
-        chunks = None
-        if request.chunk:
+        chunks: HeadChunks | str | None = None
+        if in_chunks is not None:
+            chunks = _chunks_alone(in_chunks, whole, seconds, cut)
+            notes.append(
+                f"with {cut} as it is the step does not fit: it was measured in chunks alone, and so is the "
+                "untouched step that figures are compared with"
+            )
+        elif request.chunk:
             chunks = chunked_step(request, blocks, found, kinds, seconds, device, progress)
             notes += [chunks] if isinstance(chunks, str) else []
     step = replace(step, outputs=whole.output_bytes)
@@ -142,12 +170,24 @@ def _profile(
             *notes,
         ),
         head=None if isinstance(chunks, str) else chunks,
+        chunked=in_chunks is not None,
         names_head=find_head(model) is not None,
         one_graph=request.one_graph and any(kind.compiler for kind in kinds),
         link=None if host is None else host.rates,
         host_limit_bytes=None if host is None else host.host_limit_bytes,
         stem=stem,
     )
+
+
+def _chunks_alone(found: HeadHandle, whole: WholeStep, seconds: float, head: str) -> HeadChunks:
+    """The step with the head in chunks, where there is no other to compare with."""
+    if not found.counts.losses or found.counts.materialised:
+        why = found.counts.reason or "no F.cross_entropy is computed from its logits"
+        raise torch.OutOfMemoryError(
+            f"the step does not fit beside what is in memory, though every region was recomputed as a whole, "
+            f"and {head} does not run in chunks: {why}. Free memory, or give a smaller batch"
+        )
+    return HeadChunks(head, whole.segments, seconds, output_bytes=whole.output_bytes)
 
 
 def _try_kernels(device: torch.device) -> None:

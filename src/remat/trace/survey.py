@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from remat import ranks
+from remat._torch_private import below_torch_function
 from remat.check.chance import SeededRun
 from remat.check.live import Meter, storages_of
 from remat.check.untouched import backward
@@ -215,7 +216,8 @@ class _Sights:
             return set(range(len(self._result.boundary_bytes)))
 
     def _known(self, found: list[torch.Tensor]) -> set[int]:
-        storages = [tensor.untyped_storage() for tensor in found if has_storage(tensor)]
+        with below_torch_function():  # logits that do not exist yet are not made for a look at their memory
+            storages = [tensor.untyped_storage() for tensor in found if has_storage(tensor)]
         known = ((storage, self._boundary.get(storage._cdata)) for storage in storages)
         return {seen[1] for storage, seen in known if seen is not None and seen[0]() is storage}
 

@@ -1,0 +1,117 @@
+"""A step whose logits do not fit as a whole is profiled, planned and trained with the head in chunks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import remat
+from models import ZOO
+from remat.check.live import LiveBytes
+from remat.check.step import tensors_of
+
+ALLOW = ["keep", "recompute", "chunk"]
+VOCABULARY, ROWS, WIDTH = 8192, 4 * 64, 32
+
+
+class Language(torch.nn.Module):
+    """Few and narrow blocks, many classes: the logits are what the step takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.TransformerEncoderLayer(WIDTH, 2, 64, dropout=0.0, batch_first=True) for _ in range(3)
+        )
+        self.lm_head = torch.nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.lm_head
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.lm_head(x)
+
+
+def loss(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(output.flatten(0, 1), batch.flatten())
+
+
+def made() -> tuple[Language, torch.Tensor]:
+    torch.manual_seed(0)
+    return Language(), torch.randint(0, VOCABULARY, (4, 64))
+
+
+def gradients(model: torch.nn.Module, batch: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    loss(model(batch), batch).backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def logits_bytes() -> int:
+    return 4 * ROWS * VOCABULARY
+
+
+def limited(model: torch.nn.Module, batch: torch.Tensor, above_bytes: int) -> LiveBytes:
+    """Above parameters and a set of gradients."""
+    held = [*model.parameters(), *model.buffers(), *tensors_of(batch)]
+    live = LiveBytes("cpu", limit_bytes=2 * sum(t.nbytes for t in held) + above_bytes)
+    live.watch(held)
+    return live
+
+
+def test_a_step_whose_logits_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = made()
+    expected = gradients(model, batch)
+    model.zero_grad()
+    monkeypatch.setattr("remat.run.chunk_loss._OTHER_BYTES", 1 << 20)
+    with limited(model, batch, logits_bytes()):
+        with pytest.raises(torch.OutOfMemoryError):
+            loss(model(batch), batch).backward()
+        model.zero_grad()
+        with pytest.raises(torch.OutOfMemoryError):
+            remat.profile(model, batch, loss=loss, allow=ALLOW[:2])
+        profile = remat.profile(model, batch, loss=loss, allow=ALLOW)
+        assert all(p.grad is None for p in model.parameters())
+        assert profile.chunked
+        assert profile.head is not None
+        assert any("does not fit" in note for note in profile.notes)
+        plan = remat.plan(
+            profile, profile.step.resident + profile.step.gradients + logits_bytes(), allow=ALLOW
+        )
+        assert plan.profile.chunked
+        with remat.apply(model, plan):
+            found = gradients(model, batch)
+    assert not model.lm_head.__dict__.get("forward")  # as it was
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_where_logits_fit_the_head_is_measured_both_ways() -> None:
+    model, batch = made()
+    with limited(model, batch, 16 * logits_bytes()):
+        profile = remat.profile(model, batch, loss=loss, allow=ALLOW)
+    assert not profile.chunked
+    assert profile.head is not None
+
+
+def test_what_does_not_fit_for_another_reason_says_so() -> None:
+    """A step whose loss is not one that runs in chunks, and one that has no room at all."""
+    model, batch = made()
+
+    def squared(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        return output.square().mean()
+
+    with (
+        limited(model, batch, logits_bytes()),
+        pytest.warns(UserWarning, match="as a whole"),
+        pytest.raises(torch.OutOfMemoryError),
+    ):
+        remat.profile(model, batch, loss=squared, allow=ALLOW)
+    with limited(model, batch, 0), pytest.raises(torch.OutOfMemoryError):
+        remat.profile(model, batch, loss=loss, allow=ALLOW)
+    assert gradients(model, batch)  # nothing stayed on the model
+    case = ZOO["llama"]()
+    assert not remat.profile(case.model, case.batch, loss=case.loss, allow=ALLOW).chunked

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,10 +16,10 @@ from torch import Tensor, nn
 import remat
 from planning import assert_equal
 from remat.planner.simulate import simulate
-from remat.planner.stem import with_stem_sent
+from remat.planner.stem import with_stem_sent, without_stem_sent
 from remat.records import Plan, Profile
 from remat.run import offload
-from remat.run.stem import StemSender
+from remat.run.stem import StemSender, candidates, graph_behind
 
 HOST = ["keep", "recompute", "offload"]
 
@@ -217,14 +218,21 @@ def test_a_host_without_memory_is_said(profile: Profile, monkeypatch: pytest.Mon
     expected = gradients(model, batch)
     plan = tight_plan(profile)
 
-    def refuse(self: object, sizes: object) -> None:
-        raise remat.HostMemoryError("no")
+    reserve = offload.Engine.reserve
+
+    def refuse(self: offload.Engine, sizes: Sequence[int]) -> None:
+        if sizes == plan.profile.stem.sizes:
+            raise remat.HostMemoryError("no")
+        reserve(self, sizes)
 
     monkeypatch.setattr(offload.Engine, "reserve", refuse)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         with remat.apply(model, plan) as handle:
             assert handle._installation.stem is None
+            assert not handle.plan.profile.stem_sent
+            assert handle.plan.predicted_peak_bytes > plan.predicted_peak_bytes
+            assert not any("waits on the host" in note for note in handle.status().notes)
             assert_equal(expected, gradients(model, batch))
     assert any("was to wait on the host" in str(one.message) for one in said)
 
@@ -260,3 +268,121 @@ def test_a_pickled_sender_sends_nothing(profile: Profile) -> None:
     found.before(nn.Identity(), (), {})
     found.after(nn.Identity(), (), None)
     assert (found.sent, found.skipped) == (0, 0)
+
+
+# ---------------------------------------------------------------------------------- what a review found
+
+
+def test_what_was_written_to_before_it_was_sent_is_refused_as_without(profile: Profile) -> None:
+    model, batch = made()
+
+    def write(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        args[0].detach().mul_(2.0)
+
+    model.pool.register_forward_hook(write)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradients(model, batch)
+    with remat.apply(model, tight_plan(profile)) as handle:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            gradients(model, batch)
+        sender = handle._installation.stem
+        assert (sender.sent, sender.skipped) == (0, 1)
+        assert "written to" in sender.why
+
+
+def test_plans_of_many_sizes_do_not_send_it(profile: Profile) -> None:
+    model, batch = made()
+    budget = (least(profile) + least(replace(profile, stem=None))) // 2
+    with pytest.raises(remat.BudgetError):  # and do not say that they met such a budget
+        remat.fit(model, batch, budget=budget, loss=loss, allow=HOST, adaptive=True)
+    assert not model.blocks[0]._forward_pre_hooks
+
+
+def test_a_step_that_runs_out_of_memory_may_send_it_next(profile: Profile) -> None:
+    model, _ = made()
+    without = least(replace(profile, stem=None))
+    plan = remat.plan(profile, without, allow=HOST)
+    with remat.apply(model, plan) as handle:
+        assert handle._needed() <= least(profile) + profile.stem.nbytes // 4
+        assert handle._needed() < without
+        handle._go_over_to(tight_plan(profile), "for the test")
+        assert handle._installation.stem.on_skip is not None
+        with handle.paused():
+            assert not model.blocks[0]._forward_pre_hooks
+        assert handle._installation.stem.on_skip is not None
+
+
+def test_a_plan_is_made_anew_from_one_that_sends_it(profile: Profile) -> None:
+    plan = tight_plan(profile)
+    assert without_stem_sent(plan.profile) == profile
+    again = remat.plan(plan.profile, 1 << 40, allow=HOST)
+    assert not again.profile.stem_sent
+    assert again.plain_peak_bytes == plan.plain_peak_bytes
+    assert again.plain_seconds == pytest.approx(plan.plain_seconds)
+
+
+def test_largest_counts_on_it() -> None:
+    model, _ = made()
+
+    def batch(size: int) -> Tensor:
+        torch.manual_seed(size)
+        return torch.randn(size, 3, 64, 64)
+
+    own = remat.profile(model, batch(8), loss=loss, allow=HOST)
+    budget = least(own) + (1 << 18)
+    found = remat.largest(model, batch, budget=budget, start=2, limit=8, loss=loss, allow=HOST)
+    assert found.size == 8
+
+
+def test_hooks_of_the_users_own_do_not_end_a_profile() -> None:
+    model, batch = made()
+    inner = model.norm.forward
+
+    def refuse(_: object) -> Tensor:
+        raise AssertionError("only in backward")
+
+    def hooked(x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, refuse):
+            return inner(x)
+
+    model.norm.forward = hooked
+    with pytest.raises(AssertionError):  # of its backward, which is the user's own affair
+        remat.profile(model, batch, loss=loss, allow=HOST)
+    nodes = graph_behind((model.norm(model.conv(batch)),), {})
+    with pytest.raises(AssertionError):
+        candidates(nodes, torch.device("cpu"))
+
+
+def test_an_error_in_the_first_region_leaves_nothing_under_way(profile: Profile) -> None:
+    model, batch = made()
+    with remat.apply(model, tight_plan(profile)) as handle:
+        broken = model.blocks[0].wide.register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(batch)
+        broken.remove()
+        assert handle._installation.stem.engine.counts.in_flight_bytes == 0
+
+
+def test_a_copy_of_a_planned_model_can_be_planned_itself(profile: Profile) -> None:
+    model, batch = made()
+    expected = gradients(model, batch)
+    plan = tight_plan(profile)
+    with remat.apply(model, plan):
+        twin = copy.deepcopy(model)
+    remat.disable(twin)
+    with remat.apply(twin, plan) as handle:
+        assert_equal(expected, gradients(twin, batch))
+        sender = handle._installation.stem
+        assert (sender.sent, sender.skipped) == (1, 0)
+    assert not twin.blocks[0]._forward_pre_hooks
+    assert not twin.blocks[0]._forward_hooks
+
+
+def test_a_second_plan_is_refused_where_only_the_stem_is_sent(profile: Profile) -> None:
+    model, _ = made()
+    plan = tight_plan(profile)
+    only = replace(plan, choices=tuple(0 for _ in plan.choices))
+    with remat.apply(model, only) as handle:
+        assert not handle.regions
+        with pytest.raises(remat.InputError):
+            remat.apply(model, plan)

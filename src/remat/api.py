@@ -180,6 +180,8 @@ def fit(
     _parse_early(model, budget)
     with showing(f"remat: fitting {type(model).__name__}") as progress:
         found = ranks.agree(build_profile(request, progress))
+        if adaptive is not False:
+            found = replace(found, stem=None)  # plans of many sizes do not send it
         budget_bytes = ranks.least(_budget_bytes(found, budget, activations))
         if adaptive is False:
             handle = fitted(request, found, budget_bytes, allowed, check, progress)

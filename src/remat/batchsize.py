@@ -21,6 +21,7 @@ from remat.errors import BudgetError, InputError, RematError
 from remat.planner.bounds import least_budget
 from remat.planner.schedule import keep_everything, with_chunks
 from remat.planner.simulate import simulate
+from remat.planner.stem import with_stem_sent
 from remat.records import Action, Plan, Profile
 from remat.show.progress import showing
 from remat.units import format_bytes, format_seconds
@@ -164,6 +165,8 @@ class _Finder:
         ways = [found]
         if Action.CHUNK in self.allow:
             ways += filter(None, (with_chunks(found), with_chunks(found, finer=True)))
+        if Action.OFFLOAD in self.allow:
+            ways += filter(None, map(with_stem_sent, tuple(ways)))
         return min(least_budget(way, self.allow) for way in ways)
 
     def _confirmed(self, size: int) -> Candidate | None:

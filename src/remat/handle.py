@@ -26,8 +26,9 @@ from remat.offloading import engine_for, stem_engine_for
 from remat.planner.bounds import least_budget
 from remat.planner.schedule import schedule
 from remat.planner.simulate import simulate
+from remat.planner.stem import with_stem_sent, without_stem_sent
 from remat.planner.ties import disagreement
-from remat.records import Entry, Kind, Mode, Plan, Recipe, RegionCall, RegionGraph
+from remat.records import Action, Entry, Kind, Mode, Plan, Recipe, RegionCall, RegionGraph
 from remat.run.byhand import status
 from remat.run.compiled import WHOLE, block_for, compiled_block
 from remat.run.install import Installation, install
@@ -41,7 +42,7 @@ from remat.run.recipe import compile_recipe
 from remat.run.recover import Failure, recovering, remembered_bytes, step_optimizer
 from remat.run.region import PlannedRegion, Variant
 from remat.run.status import Status
-from remat.run.stem import StemSender, sending
+from remat.run.stem import StemSender, sending_stem
 from remat.run.switch import Switchboard
 from remat.show.facts import graph_notes, stem_notes
 from remat.show.text import Report
@@ -100,6 +101,7 @@ def _installed(
     `again`: this plan's regions, which were on the model before."""
     asked = plan
     plan, engine = engine_for(plan)
+    plan, stem_engine = stem_engine_for(plan)
     try:
         regions = _regions(plan, check) if again is None or plan is not asked else again
         for region in regions:
@@ -108,24 +110,18 @@ def _installed(
         columns = head is not None and head.columns
         installation = install(model, regions, head=chunked_head(plan), columns=columns)
     except BaseException:
-        if engine is not None:
-            engine.close()
+        for one in filter(None, (engine, stem_engine)):
+            one.close()
         raise
     if engine is not None:
         installation.engine = engine
         installation.defer(engine.close)
-    _send_stem(model, plan, installation)
+    stem = plan.profile.stem
+    if stem_engine is not None and stem is not None:
+        installation.defer(stem_engine.close)
+        installation.stem = StemSender(stem, stem_engine)
+        installation.enter(sending_stem(model.get_submodule(stem.region), installation.stem))
     return plan, installation
-
-
-def _send_stem(model: nn.Module, plan: Plan, installation: Installation) -> None:
-    """Have what runs before the first region wait on the host, if that is planned."""
-    engine, stem = stem_engine_for(plan), plan.profile.stem
-    if engine is None or stem is None:
-        return
-    installation.defer(engine.close)
-    installation.stem = sender = StemSender(stem, engine)
-    installation.enter(sending(model.get_submodule(stem.region), sender.before, sender.after))
 
 
 def chunked_head(plan: Plan) -> str | None:
@@ -161,11 +157,15 @@ class Handle:
         self._removed = False
         self._made_room = False  # for what `step` copies
         _AT_WORK[model] = weakref.ref(self)
-        if isinstance(installation, Installation):
-            for region in installation.regions:
-                region.on_fallback = partial(_note_fallback, self._journal)  # also if nobody keeps us
-            if installation.stem is not None:
-                installation.stem.on_skip = partial(_note_fallback, self._journal)
+        self._listen()
+
+    def _listen(self) -> None:
+        """Have what could not run as planned noted, also if nobody keeps us."""
+        if isinstance(self._installation, Installation):
+            for region in self._installation.regions:
+                region.on_fallback = partial(_note_fallback, self._journal)
+            if self._installation.stem is not None:
+                self._installation.stem.on_skip = partial(_note_fallback, self._journal)
 
     @property
     def stats(self) -> Stats:
@@ -277,7 +277,9 @@ class Handle:
         self.stats.steps += 1
 
     def _needed(self) -> int:
-        return least_budget(self.plan.profile, self.plan.allow)
+        profile, allow = without_stem_sent(self.plan.profile), self.plan.allow
+        sent = with_stem_sent(profile) if Action.OFFLOAD in allow else None
+        return min(least_budget(one, allow) for one in (profile, sent) if one is not None)
 
     def _next_plan(self, failure: Failure) -> str | None:
         """As `_tighten`, but a model that was let go of is not planned again."""
@@ -290,7 +292,8 @@ class Handle:
         limit = max(least, tighter_limit(simulate(plan.profile, plan.choices).peak_bytes, failure))
         for target in (limit, least):
             made = schedule(plan.profile, target, allow=plan.allow)
-            if made.choices != plan.choices or made.profile.chunked != plan.profile.chunked:
+            other = made.profile.chunked, made.profile.stem_sent
+            if made.choices != plan.choices or other != (plan.profile.chunked, plan.profile.stem_sent):
                 break
         else:
             return None
@@ -301,6 +304,7 @@ class Handle:
     def _go_over_to(self, plan: Plan, why: str) -> None:
         self._installation.remove()
         self.plan, self._installation = _installed(self.model, plan, self._check)
+        self._listen()
         self._journal.note("plan changed", why)
 
     def snapshot(self, path: str | Path) -> AbstractContextManager[None]:
@@ -318,6 +322,8 @@ class Handle:
 
     def _changes_model(self) -> bool:
         """Whether anything is on the model: a plan that keeps everything leaves it as it is."""
+        if getattr(self._installation, "stem", None) is not None:
+            return True
         return bool(self.regions) or chunked_head(self.plan) is not None
 
     @contextmanager
@@ -339,6 +345,7 @@ class Handle:
 
         def put_back() -> None:
             self.plan, self._installation = _installed(self.model, self.plan, self._check, regions)
+            self._listen()
 
         return put_back
 

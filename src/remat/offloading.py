@@ -8,6 +8,7 @@ from dataclasses import replace
 from remat.errors import BudgetError, HostMemoryError
 from remat.planner.link import host_bytes, pieces, window_bytes
 from remat.planner.schedule import make_plan, schedule
+from remat.planner.stem import without_stem_sent
 from remat.records import Action, Plan
 from remat.run.offload import Engine
 from remat.units import format_bytes
@@ -43,12 +44,13 @@ def _engine(plan: Plan) -> Engine | None:
     return engine
 
 
-def stem_engine_for(plan: Plan) -> Engine | None:
-    """The engine that moves what runs before the first region, if this plan sends that: one of its own, since
-    its copies wait for nobody else's. With one warning None, if the host has no memory for it."""
+def stem_engine_for(plan: Plan) -> tuple[Plan, Engine | None]:
+    """The plan to run, and the engine that moves what runs before the first region, if it sends that: one of
+    its own, since its copies wait for nobody else's. With one warning the same plan without, if the host has
+    no memory for it."""
     stem = plan.profile.stem
     if stem is None or not plan.profile.stem_sent:
-        return None
+        return plan, None
     engine = Engine(plan.profile.environment.device, in_flight_limit_bytes=sum(stem.sizes))
     try:
         engine.reserve(stem.sizes)
@@ -59,12 +61,22 @@ def stem_engine_for(plan: Plan) -> Engine | None:
             f"step takes {format_bytes(stem.nbytes)} more than planned",
             stacklevel=5,
         )
-        return None
-    return engine
+        return _without_stem(plan), None
+    return plan, engine
+
+
+def _without_stem(plan: Plan) -> Plan:
+    """The same choices, predicted with the stem where it is."""
+    kept = without_stem_sent(plan.profile)
+    made = make_plan(kept, plan.choices, plan.budget_bytes, strategy=plan.strategy, allow=plan.allow)
+    return replace(
+        made, plain_peak_bytes=plan.plain_peak_bytes, plain_seconds=plan.plain_seconds, notes=plan.notes
+    )
 
 
 def _without_offload(plan: Plan, error: HostMemoryError) -> Plan:
     """The same budget without the host; where no such plan exists, the least that each region can keep."""
+    plan = _without_stem(plan) if plan.profile.stem_sent else plan
     allow = tuple(action for action in plan.allow if action is not Action.OFFLOAD)
     note = f"offload was planned, but the host refused: {error}. Regions recompute instead"
     warnings.warn(f"remat: {note}; the step is slower than predicted", stacklevel=5)

@@ -66,7 +66,6 @@ def measure_sizes(
     """Profile the same step with other batches: (run, signature, bytes of the batch) each. One that does not
     run on every rank, or differs in more than numbers, is left out and named."""
     used = [request.run]
-    found = replace(found, stem=None)  # what is in front of the regions is not sent at many sizes
     knots = [Knot(ranks.agree(_shapes_seen(request.model, request.run)), found)]
     notes: list[str] = []
     for run, signature, batch_bytes in runs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -18,11 +19,11 @@ from remat.records import Segment, Stem
 from remat.request import Request
 from remat.run.stem import Candidate, StemSender, candidates, graph_behind, send, sending
 from remat.trace.discover import Block
-from remat.trace.graphwalk import GraphNode
 from remat.trace.survey import Sighting, Survey, frugally, timeline, visiting
 
 __all__ = ["measured_stem"]
 
+_LOG = logging.getLogger(__name__)
 _LEAST_SHARE = 0.02  # of the peak with every region recomputed: less is not worth a step to measure it
 
 
@@ -38,15 +39,29 @@ def measured_stem(
     region recomputed as a whole."""
     if host is None or request.like is not None or ranks.several():
         return None
+    try:
+        return _measured(request, blocks, found, segments, host, device)
+    except Exception as error:  # hooks of the user's own, a graph that does not show what it holds
+        _LOG.info("what runs before the first region stays on the device: %s", error)
+        return None
+
+
+def _measured(
+    request: Request,
+    blocks: Sequence[Block],
+    found: Survey,
+    segments: Sequence[Segment],
+    host: Hosting,
+    device: torch.device,
+) -> Stem | None:
     first = _first(found, segments)
     least_bytes = int(_LEAST_SHARE * max(segment.peak_bytes for segment in segments))
     if first is None or _held_bytes(found, segments, first) < least_bytes:
         return None
-    nodes, gone = _tried(request, blocks, first, host, device)
+    names, gone = _tried(request, blocks, first, host, device)
     sizes = {candidate.storage: candidate.nbytes for candidate in gone}
     if sum(sizes.values()) < least_bytes:
         return None
-    names = tuple(node.name for node in nodes)
     stem = Stem(first.name, names, tuple(one.place for one in gone), tuple(sizes.values()), 0)
     nbytes = _freed_bytes(request, blocks, found, segments, stem, first.module, host, device)
     return None if nbytes < least_bytes else Stem(stem.region, names, stem.saved, stem.sizes, nbytes)
@@ -73,15 +88,16 @@ def _visit(name: str, tower: str, module: nn.Module, forward: Any, args: Any, kw
 
 def _tried(
     request: Request, blocks: Sequence[Block], first: Sighting, host: Hosting, device: torch.device
-) -> tuple[list[GraphNode], list[Candidate]]:
+) -> tuple[tuple[str, ...], list[Candidate]]:
     """One forward that sends whatever could be sent: the graph, and what was gone at its end. What somebody
     else holds as well (the batch, features for a decoder) stays, whatever is sent."""
     engine = host.engine
-    nodes: list[GraphNode] = []
+    names: list[str] = []
     tried: list[Candidate] = []
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nodes[:] = graph_behind(args, kwargs)
+        nodes = graph_behind(args, kwargs)
+        names[:] = [node.name for node in nodes]
         tried[:] = candidates(nodes, device)
         if send(first.name, nodes, [one.place for one in tried], engine):
             tried.clear()
@@ -93,7 +109,7 @@ def _tried(
         loss = request.run()
     gone = [one for one in tried if one.is_gone()]
     del loss
-    return nodes, gone
+    return tuple(names), gone
 
 
 def _freed_bytes(

@@ -14,7 +14,7 @@ from remat.planner.chain import chain, fastest
 from remat.planner.program import Program, memory_prices, programs, solve_milp
 from remat.planner.proposals import exchanged, polished, proposals, rank
 from remat.planner.simulate import Timeline, simulate
-from remat.planner.stem import with_stem_sent
+from remat.planner.stem import with_stem_sent, without_stem_sent
 from remat.planner.tied import fastest_tied
 from remat.records import Action, Mode, Phase, Plan, Profile
 from remat.units import format_bytes, format_seconds
@@ -40,6 +40,7 @@ def schedule(
     that uses the link to the host is taken as it was proposed: many plans in a hurry.
     """
     allowed = tuple(dict.fromkeys(allow))
+    profile = without_stem_sent(profile)  # of a plan that sends it: that is decided anew
     plan = _best_head(profile, budget_bytes, allowed, polish)
     if polish and Action.OFFLOAD in allowed and _may_send(plan.profile):
         plan = _sharing_link(plan)

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from remat.records import Phase, Profile, Segment
 
-__all__ = ["places_away", "with_stem_sent"]
+__all__ = ["places_away", "with_stem_sent", "without_stem_sent"]
 
 
 def with_stem_sent(profile: Profile) -> Profile | None:
@@ -25,17 +25,30 @@ def with_stem_sent(profile: Profile) -> Profile | None:
     limit = profile.host_limit_bytes
     if limit is not None and sent > limit:
         return None
-    places = places_away(profile.segments)
-    if places is None:
+    if places_away(profile.segments) is None:
         return None
+    return _moved(profile, sent, stem.nbytes, True)
+
+
+def without_stem_sent(profile: Profile) -> Profile:
+    """The profile of the same step with its stem where it is: as it was measured."""
+    if profile.stem is None or not profile.stem_sent:
+        return profile
+    return _moved(profile, -sum(profile.stem.sizes), -profile.stem.nbytes, False)
+
+
+def _moved(profile: Profile, sent: int, nbytes: int, stem_sent: bool) -> Profile:
+    places, link, limit = places_away(profile.segments), profile.link, profile.host_limit_bytes
+    assert places is not None
+    assert link is not None
     return replace(
         profile,
-        segments=tuple(_sent(s, i, places, stem.nbytes) for i, s in enumerate(profile.segments)),
+        segments=tuple(_sent(s, i, places, nbytes) for i, s in enumerate(profile.segments)),
         step_seconds=profile.step_seconds
         + sent / link.d2h_bytes_per_second
         + sent / link.h2d_bytes_per_second,
         host_limit_bytes=None if limit is None else limit - sent,
-        stem_sent=True,
+        stem_sent=stem_sent,
     )
 
 

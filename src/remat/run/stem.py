@@ -9,7 +9,7 @@ sent: more memory, never a wrong gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +21,10 @@ from remat.records import Stem
 from remat.run.host import can_host
 from remat.run.moved import Moved, send_all, unmove
 from remat.run.offload import Engine
-from remat.trace.graphwalk import GraphNode, saved_tensors, walk
+from remat.trace.graphwalk import GraphNode, saved_tensors, unpacked, walk
 from remat.trees import tensors
 
-__all__ = ["Candidate", "StemSender", "candidates", "graph_behind", "send", "sending"]
+__all__ = ["Candidate", "StemSender", "candidates", "graph_behind", "send", "sending", "sending_stem"]
 
 _LEAST_BYTES = 1 << 20  # of a storage that is worth a copy
 
@@ -109,6 +109,9 @@ def send(
     name: str, nodes: Sequence[GraphNode], places: Sequence[tuple[int, str, int]], engine: Engine
 ) -> str:
     """Have these saved tensors wait on the host. Returns why not, if not: then they stay."""
+    for node, attribute, item in places:  # where there are hooks, autograd does not look at versions any more
+        if item not in dict(unpacked(nodes[node].node, attribute)):
+            return f"{attribute} of {nodes[node].name} is not there, or was written to since it was saved"
     moved: list[Moved] = []
     try:
         for node, attribute, item in places:
@@ -129,10 +132,23 @@ def sending(module: nn.Module, before: Callable[..., None], after: Callable[...,
     """Around every call of the module, inside of hooks that others have put on it."""
     handles = [
         module.register_forward_pre_hook(before, with_kwargs=True),
-        module.register_forward_hook(after, prepend=True),
+        module.register_forward_hook(after, prepend=True, always_call=True),  # also if it ran out of memory
     ]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def sending_stem(module: nn.Module, sender: StemSender) -> AbstractContextManager[None]:
+    """In the place of whoever sends it now: a copy of a planned model has hooks of its own."""
+    hooks: tuple[Any, ...] = (module._forward_pre_hooks, module._forward_hooks)
+    for table in hooks:
+        for key in [key for key, hook in table.items() if _is_senders(hook)]:
+            del table[key]
+    return sending(module, sender.before, sender.after)
+
+
+def _is_senders(hook: Any) -> bool:
+    return isinstance(getattr(hook, "__self__", None), StemSender)

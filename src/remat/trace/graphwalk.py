@@ -15,7 +15,7 @@ import torch
 
 from remat._torch_private import sequence_number
 
-__all__ = ["GraphNode", "SavedTensor", "next_sequence_number", "saved_tensors", "walk"]
+__all__ = ["GraphNode", "SavedTensor", "next_sequence_number", "saved_tensors", "unpacked", "walk"]
 
 _RAW = "_raw_saved_"
 
@@ -74,11 +74,12 @@ def saved_tensors(nodes: list[GraphNode]) -> Iterator[SavedTensor]:
     """Every tensor that autograd holds for these nodes."""
     for index, entry in enumerate(nodes):
         for attribute in sorted(name for name in dir(entry.node) if name.startswith(_RAW)):
-            for item, tensor in _unpacked(entry.node, attribute):
+            for item, tensor in unpacked(entry.node, attribute):
                 yield SavedTensor(index, attribute, item, tensor)
 
 
-def _unpacked(node: Any, attribute: str) -> Iterator[tuple[int, torch.Tensor]]:
+def unpacked(node: Any, attribute: str) -> Iterator[tuple[int, torch.Tensor]]:
+    """What a node holds there, with its place in a list; nothing, if it was written to since."""
     try:
         # A Python function's node keeps its tensors under another public name than the C++ nodes do.
         name = (

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import remat
 from planning import assert_equal
+from remat._torch_private import current_backward
 from remat.planner.simulate import simulate
 from remat.planner.stem import with_stem_sent, without_stem_sent
 from remat.records import Plan, Profile
@@ -335,22 +336,22 @@ def test_largest_counts_on_it() -> None:
 
 
 def test_hooks_of_the_users_own_do_not_end_a_profile() -> None:
+    """What they gave away comes back in backward alone."""
     model, batch = made()
     inner = model.norm.forward
 
-    def refuse(_: object) -> Tensor:
-        raise AssertionError("only in backward")
+    def unpack(tensor: Tensor) -> Tensor:
+        assert current_backward() >= 0
+        return tensor
 
     def hooked(x: Tensor) -> Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, refuse):
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
             return inner(x)
 
     model.norm.forward = hooked
-    with pytest.raises(AssertionError):  # of its backward, which is the user's own affair
-        remat.profile(model, batch, loss=loss, allow=HOST)
-    nodes = graph_behind((model.norm(model.conv(batch)),), {})
     with pytest.raises(AssertionError):
-        candidates(nodes, torch.device("cpu"))
+        candidates(graph_behind((model.norm(model.conv(batch)),), {}), torch.device("cpu"))
+    assert remat.profile(model, batch, loss=loss, allow=HOST).stem is None
 
 
 def test_an_error_in_the_first_region_leaves_nothing_under_way(profile: Profile) -> None:

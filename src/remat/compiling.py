@@ -22,7 +22,7 @@ from remat.check.bench import Bench, bench
 from remat.check.regions import GradientGap, gradient_gap, gradients_of, precise_gradients
 from remat.errors import CaptureError
 from remat.hosting import Hosting, Settling
-from remat.planner.menu import finish, recipes
+from remat.planner.menu import SMALLEST_SENT, finish, recipes
 from remat.records import Entry, Kind, Mode, Recipe, RegionCall, RegionGraph, Role
 from remat.run.checkpoint import Options, run_checkpointed
 from remat.run.compiled import PUBLIC, CompiledBlock, block_for, probe, saved_bytes
@@ -51,7 +51,6 @@ _WINDOWS = (0.5, 1.0, 1.5, 2.0, 3.0)  # of what the link carries behind one bloc
 _ON_ITS_WAY = 0.1  # of the bytes on the host, as they weigh on the device on average
 _NOTHING_GAINED = 0.02  # of the largest saved set's weight: a slower set must be lighter by more
 _SMALL = 0.05  # of the bytes that one block sends
-_SMALLEST = 0.005  # of a saved set's bytes: smaller tensors are not worth a copy of their own
 
 
 def compiled_kind(
@@ -356,7 +355,7 @@ def moving(graph: RegionGraph, recipe: Recipe, hidden_bytes: int) -> tuple[Recip
     """The same saved set with about so much of it on the host, half as much, up to three times as much; and
     of a small one everything. What is too much for every block is not for a few among many."""
     sizes = {s: graph.storages[s].charge_bytes for s in recipe.kept}
-    worth = [s for s in recipe.kept if sizes[s] > _SMALLEST * sum(sizes.values())]
+    worth = [s for s in recipe.kept if sizes[s] > SMALLEST_SENT * sum(sizes.values())]
     worth.sort(key=lambda s: -sizes[s])
     found: dict[Recipe, None] = {}
     for window in _WINDOWS:

@@ -79,6 +79,19 @@ def test_offloading_spares_replays() -> None:
     assert least_resident_bytes(graph, 10) == 0
 
 
+def test_small_storages_are_not_sent() -> None:
+    """However low the limit: a copy of a row's mean costs the host as much as one of the row."""
+    g = GraphBuilder()
+    x = g.input(1000)
+    large = g.op(x, nbytes=4000, seconds=1.0, replayable=False)
+    small = g.op(x, nbytes=20, seconds=1.0, replayable=False)
+    g.save(x, large, small)
+    menu = recipes(g.graph(), link_bytes=10_000)
+    assert {s for recipe in menu for s in recipe.offloaded} == {g.values[v].storage for v in (x, large)}
+    assert menu[-1].resident_bytes == 20  # asked for less, it gives what it can
+    assert least_resident_bytes(g.graph(), 10_000) == 0
+
+
 def test_of_what_moves_the_useful_ones_are_taken() -> None:
     """At most so many, in order; at every price that was asked, the best that moves is among them, if any
     that moves is best."""

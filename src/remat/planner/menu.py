@@ -27,6 +27,7 @@ from remat.errors import InputError
 from remat.records import Recipe, RegionGraph, Role
 
 __all__ = [
+    "SMALLEST_SENT",
     "check_recipe",
     "finish",
     "least_resident_bytes",
@@ -43,6 +44,7 @@ _TIME_LIMIT_S = 10.0
 _PRICES = tuple(2.0 ** (exponent / 2) for exponent in range(-8, 13))  # of a byte on the device
 _LINK_PRICES = (0.0, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)  # of a byte on the link, as a share of that
 _SOLVERS = 4  # levels solved side by side
+SMALLEST_SENT = 0.005  # of what is saved: a smaller storage is not worth a copy of its own
 
 # The objective is scaled so that replaying everything costs _SECONDS_SCALE, and bytes so that keeping
 # everything costs _BYTES_SCALE: far above HiGHS's absolute tolerance of 1e-6, far below what floats carry.
@@ -67,12 +69,19 @@ def recipes(
 
     `levels` are shares of the region's saved bytes; by default ten steps of equal size down to the least that
     is possible, which is always the last level. With `link_bytes` every second level is also solved with up
-    to that many bytes moved to the host, or with each of several amounts. `slot_seconds` is what dropping one
+    to that many bytes moved to the host, or with each of several amounts; small storages are not moved: the
+    host works as long for a copy of them as for one of large ones. `slot_seconds` is what dropping one
     saved tensor costs beside the replay, `keep_seconds`, per storage, what keeping it costs beside its bytes.
     Keeping everything is not a recipe and not in the list.
     """
     links = sorted({0, *((link_bytes,) if isinstance(link_bytes, int) else link_bytes)})
-    model = _Model(graph, offload=links[-1] > 0, slot_seconds=slot_seconds, keep_seconds=keep_seconds)
+    model = _Model(
+        graph,
+        offload=links[-1] > 0,
+        slot_seconds=slot_seconds,
+        keep_seconds=keep_seconds,
+        smallest_sent_bytes=int(SMALLEST_SENT * graph.saved_bytes),
+    )
     with ThreadPoolExecutor(min(_SOLVERS, os.cpu_count() or 1)) as solvers:  # HiGHS lets Python go on
 
         def seek(link: int, least: Recipe, limit: int) -> Recipe:
@@ -163,6 +172,7 @@ class _Model:
         offload: bool,
         slot_seconds: float = 0.0,
         keep_seconds: Sequence[float] = (),
+        smallest_sent_bytes: int = 0,
     ) -> None:
         self.graph = graph
         self.keepable = _keepable(graph)
@@ -177,7 +187,7 @@ class _Model:
         self.width = self.keeps + self.ops + self.keeps
         self.needs, self.needs_lower = self._requirements()
         self.limits = self._limit_rows()
-        self.bounds = self._bounds(offload)
+        self.bounds = self._bounds(offload, smallest_sent_bytes)
 
     def _requirements(self) -> tuple[csr_array, Floats]:
         """One row per need: a saved tensor (>= 1), an input of a replayed operation, a kept offload."""
@@ -229,13 +239,13 @@ class _Model:
         weights = np.concatenate([scaled, -scaled, scaled])
         return coo_array((weights, (rows, columns)), shape=(2, self.width)).tocsr()
 
-    def _bounds(self, offload: bool) -> Bounds:
+    def _bounds(self, offload: bool, smallest_sent_bytes: int) -> Bounds:
         stays = np.array([_stays_anyway(self.graph, s) for s in self.keepable], dtype=np.float64)
         replayable = np.array([op.replayable for op in self.graph.ops], dtype=np.float64)
         written = {v.storage for saved in self.graph.saved if not (v := self.graph.values[saved.value]).held}
         movable = np.array(
             [
-                offload and charge > 0 and s not in written
+                offload and charge > 0 and charge >= smallest_sent_bytes and s not in written
                 for s, charge in zip(self.keepable, self.charges, strict=True)
             ],
             dtype=np.float64,

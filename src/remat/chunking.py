@@ -5,7 +5,7 @@ submodule that is called once, with one tensor of (batch, sequence, ...), and gi
 sequence what it gives for the whole. Two entries: the rest of the region as it is, and recomputed as a whole.
 
 All of a region runs over pieces of the batch, where its rows do not see each other: then what one piece holds
-is all that the region ever takes, which no other way gets as low. Of several pieces and of many.
+is all that the region ever takes, which no other way gets as low. Of few pieces, several and many.
 
 What is recomputed may do so from inputs that wait on the host: one more entry. Gradients of parameters are
 summed over the pieces: equal within rounding.
@@ -45,7 +45,7 @@ _LOG = logging.getLogger(__name__)
 _CHUNKS = 8  # of a part
 _SHORTEST = 64  # positions; below that a part's activations are not what fills memory
 _DIM = 1  # of the sequence
-_PIECES = (4, 16)  # of a region
+_PIECES = (2, 4, 16)  # of a region: the host issues so many times as many operations
 
 _PLAIN = (Tensor, nn.Parameter, bool, int, float, str, torch.dtype, torch.device)
 

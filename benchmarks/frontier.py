@@ -7,8 +7,8 @@ compiled, planned from one profile each and confirmed by a run; torch's checkpoi
 one, and reentrant; selective checkpointing; the chunked loss; the ways to offload; torch.compile of each
 block and of the whole model with its own budgets. One of remat's plans also runs with its recipes replayed
 operation by operation ("unfused"), to show what fused replay gains. Then remat once more right at the peak of
-each peer that it has not beaten. Then the race: every method in every round, in shuffled order, the plain
-step several times. Time is the median of CUDA events over that of the round's plain steps; with --rest the
+each peer that it has not beaten, and at half of the lowest peer's. Then the race: every method in every round,
+in shuffled order, the plain step several times. Time is the median of CUDA events over that of the round's plain steps; with --rest the
 device has been idle for so many seconds before each method. The peak is the allocator's active bytes above
 what is resident (parameters and gradients are).
 
@@ -45,7 +45,7 @@ from typing import Any
 import torch
 from gauge import COST_UNIT, Reading, clean, read, relative_to, seconds_of, spread_of, synchronize
 from peers import COMPILED, EAGER, Absent, Method, peers
-from verdict import TARGETS, Row, Target, fastest_within, lines_of, rivals_of, table, verdict
+from verdict import REACH, TARGETS, Row, Target, fastest_within, lines_of, rivals_of, share_of, table, verdict
 from workloads import CUDA, LLAMA_1B, WORKLOADS, Job, Workload, llama
 
 import remat
@@ -339,6 +339,7 @@ class Race:
                 why = one_line(error)
                 self.absent(Absent(f"group {group}", group, why), f"failed: {why}")
         self.prepare_at_peers()
+        self.prepare_reach()
         self.race()
         self.write()
         return self.result()
@@ -385,6 +386,17 @@ class Race:
                 label = f"{made.prefix} {peer.share:.3f}, as {peer.label}"
                 if peer.share >= made.least_share and label not in self.lanes:
                     made.add(peer.share, label)
+
+    def prepare_reach(self) -> None:
+        """remat at half of the lowest peer's peak, or the least that it can do: how far down it gets."""
+        rows = [row for row in self.rows() if row.measured]
+        peers = [row for row in rows if not row.ours and row.group != "plain"]
+        lowest, made = min(peers, key=share_of, default=None), self.planners.get("remat")
+        if lowest is None or made is None:
+            return
+        share = share_of(lowest) / REACH
+        if share >= made.least_share and not any(row.ours and share_of(row) <= share for row in rows):
+            made.add(share, f"{made.prefix} {share:.3f}, half of {lowest.label}")
 
     def unbeaten(self, peer: Row, group: str) -> bool:
         """Nothing of ours clearly beats it, and nothing of this group has been planned for its peak."""

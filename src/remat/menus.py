@@ -136,14 +136,15 @@ def _pace(
 def _recipes(
     graph: RegionGraph | None, pace: Pace | None, links: tuple[int, ...], fuse: bool
 ) -> tuple[Recipe, ...]:
-    """Where the device waits for the host, a dropped tensor costs the host's work, whatever its size."""
+    """Where the device waits for the host, a tensor that is dropped or sent costs the host's work, whatever its
+    size."""
     if graph is None:
         return ()
     levels = [level / _LEVELS for level in range(_LEVELS, 0, -1)]
     if fuse and not (pace and pace.device_waits):
         graph = fused_prices(graph)
-    per_slot = pace.slot_seconds if pace else 0.0
-    found = recipes(graph, levels=levels, link_bytes=links, slot_seconds=per_slot)
+    per_slot, per_moved = (pace.slot_seconds, pace.moved_seconds) if pace else (0.0, 0.0)
+    found = recipes(graph, levels=levels, link_bytes=links, slot_seconds=per_slot, moved_seconds=per_moved)
     staying = [recipe for recipe in found if not recipe.host_bytes]
     return (*staying, *most_useful(graph, found, _MOVING))
 

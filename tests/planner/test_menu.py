@@ -92,6 +92,24 @@ def test_small_storages_are_not_sent() -> None:
     assert least_resident_bytes(g.graph(), 10_000) == 0
 
 
+def test_where_moving_costs_the_host_fewer_and_larger_storages_move() -> None:
+    g = GraphBuilder()
+    x = g.input(10)
+    parts = [g.op(x, nbytes=25, seconds=1.0) for _ in range(4)]
+    whole = g.op(x, nbytes=100, seconds=3.9)
+    g.save(*parts, whole)
+    graph = g.graph()
+
+    def moved(seconds: float) -> int:
+        menu = recipes(graph, levels=(0.05,), link_bytes=100, moved_seconds=seconds)  # 0.05: the input alone
+        found = min((recipe for recipe in menu if recipe.host_bytes == 100), key=lambda r: r.resident_bytes)
+        check_recipe(graph, found)
+        return len(found.offloaded)
+
+    assert moved(0.0) == 4  # spares 4.0 seconds of replay
+    assert moved(0.1) == 1  # spares 3.9, for one copy instead of four
+
+
 def test_of_what_moves_the_useful_ones_are_taken() -> None:
     """At most so many, in order; at every price that was asked, the best that moves is among them, if any
     that moves is best."""

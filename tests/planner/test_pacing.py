@@ -48,7 +48,7 @@ def test_what_is_added_shows_where_it_is_the_slower(plain: Work, added: Work, se
 def test_a_host_that_is_ahead_leaves_a_recipe_its_replay_alone() -> None:
     pace = pace_of(seconds=15e-3, host_seconds=4e-3, forward_seconds=5e-3, launch_seconds=LAUNCH)
     assert not pace.device_waits
-    assert pace.slot_seconds == 0
+    assert pace.slot_seconds == pace.moved_seconds == 0
     for each in (recipe(3), recipe(20), recipe(3, offloaded=2)):
         assert pace.recipe_seconds(each, chain(1e-4), 2e-3) == pytest.approx(2e-3, rel=1e-9)
 
@@ -56,7 +56,7 @@ def test_a_host_that_is_ahead_leaves_a_recipe_its_replay_alone() -> None:
 def test_where_the_device_waits_less_dropped_and_less_replayed_is_cheaper() -> None:
     pace = pace_of(seconds=4e-3, host_seconds=3.97e-3, forward_seconds=5e-4, launch_seconds=LAUNCH)
     assert pace.device_waits
-    assert pace.slot_seconds > 0
+    assert 0 < pace.slot_seconds < pace.moved_seconds
     graph = chain(1.2e-5)
     costs = [pace.recipe_seconds(recipe(n), graph, n * 1.2e-5) for n in range(1, OPS)]
     assert costs == sorted(costs)
@@ -119,6 +119,7 @@ def test_in_forward_the_host_may_be_behind_though_the_device_has_more_to_do(
     assert not pace.device_waits
     assert pace.shows_in_forward == (host > 0.5e-3)
     assert pace.forward_extra(busy) == pytest.approx(extra, abs=1e-12)
+    assert (pace.moved_seconds > 0) == pace.shows_in_forward
 
 
 def test_where_the_host_is_behind_in_all_it_is_counted_once() -> None:

@@ -62,6 +62,7 @@ def recipes(
     levels: Sequence[float] | None = None,
     link_bytes: int | Sequence[int] = 0,
     slot_seconds: float = 0.0,
+    moved_seconds: float = 0.0,
     keep_seconds: Sequence[float] = (),
     time_limit_s: float = _TIME_LIMIT_S,
 ) -> tuple[Recipe, ...]:
@@ -71,7 +72,8 @@ def recipes(
     is possible, which is always the last level. With `link_bytes` every second level is also solved with up
     to that many bytes moved to the host, or with each of several amounts; small storages are not moved: the
     host works as long for a copy of them as for one of large ones. `slot_seconds` is what dropping one
-    saved tensor costs beside the replay, `keep_seconds`, per storage, what keeping it costs beside its bytes.
+    saved tensor costs beside the replay, `moved_seconds` what moving one storage costs beside the link's
+    time, `keep_seconds`, per storage, what keeping it costs beside its bytes.
     Keeping everything is not a recipe and not in the list.
     """
     links = sorted({0, *((link_bytes,) if isinstance(link_bytes, int) else link_bytes)})
@@ -79,6 +81,7 @@ def recipes(
         graph,
         offload=links[-1] > 0,
         slot_seconds=slot_seconds,
+        moved_seconds=moved_seconds,
         keep_seconds=keep_seconds,
         smallest_sent_bytes=int(SMALLEST_SENT * graph.saved_bytes),
     )
@@ -171,10 +174,12 @@ class _Model:
         *,
         offload: bool,
         slot_seconds: float = 0.0,
+        moved_seconds: float = 0.0,
         keep_seconds: Sequence[float] = (),
         smallest_sent_bytes: int = 0,
     ) -> None:
         self.graph = graph
+        self.moved_seconds = moved_seconds
         self.keepable = _keepable(graph)
         slots = [graph.values[saved.value].storage for saved in graph.saved]
         dropping = np.array([slot_seconds * slots.count(s) for s in self.keepable], dtype=np.float64)
@@ -255,7 +260,8 @@ class _Model:
         return Bounds(lower, upper)
 
     def fastest(self) -> Floats:
-        """Seconds of replay and of dropping; among equals fewer operations, fewer transfers, fewer bytes."""
+        """Seconds of replay, of dropping and of moving; among equals fewer operations, fewer transfers, fewer
+        bytes."""
         seconds = np.array([op.seconds for op in self.graph.ops], dtype=np.float64)
         scale = _SECONDS_SCALE / max(float(seconds.sum()), 1e-12)
         share = self.charges / self.total_bytes
@@ -263,7 +269,7 @@ class _Model:
             [
                 _TIE_ALL_BYTES * share + self.keep_seconds * scale,
                 seconds * scale + _TIE_PER_OP,
-                _TIE_ALL_BYTES * share + np.full(self.keeps, _TIE_PER_OFFLOAD),
+                _TIE_ALL_BYTES * share + (_TIE_PER_OFFLOAD + self.moved_seconds * scale),
             ]
         )
 

@@ -60,6 +60,12 @@ class Pace:
         return _LAUNCHES_PER_SLOT * self.launch_seconds if self.device_waits else 0.0
 
     @property
+    def moved_seconds(self) -> float:
+        """What sending a storage costs beside the link's time: the same, also where it waits in forward alone."""
+        behind = self.device_waits or self.shows_in_forward
+        return _LAUNCHES_PER_MOVED * self.launch_seconds if behind else 0.0
+
+    @property
     def device_waits(self) -> bool:
         return self.plain.host_seconds > self.plain.device_seconds
 

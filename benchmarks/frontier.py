@@ -698,8 +698,7 @@ class Planner:
         ways: dict[str, int] = {}
         for call in range(len(plan.choices)):
             entry = plan.entry(call)
-            mode = Mode.CHUNK if entry.in_chunks else Mode.FULL if entry.mode is Mode.HOSTED else entry.mode
-            way = f"{mode.value}{' + host' if entry.host_bytes else ''}"
+            way = f"{how(entry)}{' + host' if entry.host_bytes else ''}"
             ways[way] = ways.get(way, 0) + 1
         facts: Result = {
             "budget_share": share,
@@ -722,6 +721,13 @@ class Planner:
                     facts["late_fetches"] = handle.engine.counts.late_fetches
 
         return Method(label, self.group, applied, compiled, ours=True, facts=facts)
+
+
+def how(entry: Entry) -> str:
+    """Chunks of a part, or pieces of all of the region, by whose size they differ much."""
+    if entry.cut:
+        return f"pieces of {entry.cut[1]}"
+    return (Mode.CHUNK if entry.in_chunks else Mode.FULL if entry.mode is Mode.HOSTED else entry.mode).value
 
 
 def one_by_one(plan: Plan) -> Plan:

@@ -244,7 +244,7 @@ def test_gradients_are_those_of_the_plain_step(small):
     for each in measured:
         found = each["facts"]["gradients"]
         regions = each["facts"].get("regions", ())
-        chunks = each["facts"].get("chunked") or any(way.startswith("chunk") for way in regions)
+        chunks = each["facts"].get("chunked") or any(way.startswith(("chunk", "pieces")) for way in regions)
         if each.get("ours") and chunks and found != "equal to the bit":
             assert float(found.removeprefix("within ")) < 1e-5
         elif each["label"] != "checkpointing + chunked loss":

@@ -7,10 +7,10 @@ compiled, planned from one profile each and confirmed by a run; torch's checkpoi
 one, and reentrant; selective checkpointing; the chunked loss; the ways to offload; torch.compile of each
 block and of the whole model with its own budgets. One of remat's plans also runs with its recipes replayed
 operation by operation ("unfused"), to show what fused replay gains. Then remat once more right at the peak of
-each peer that it has not beaten, and at half of the lowest peer's. Then the race: every method in every round,
-in shuffled order, the plain step several times. Time is the median of CUDA events over that of the round's plain steps; with --rest the
-device has been idle for so many seconds before each method. The peak is the allocator's active bytes above
-what is resident (parameters and gradients are).
+each peer that it has not beaten, and at half of the lowest peer's. Then the race: every method in every
+round, in shuffled order, the plain step several times. Time is the median of CUDA events over that of the
+round's plain steps; with --rest the device has been idle for so many seconds before each method. The peak is
+the allocator's active bytes above what is resident (parameters and gradients are).
 
 The file is written after every method; what fails is recorded with its error; --limit prepares nothing more
 once that and the rounds to come would take longer. Times of different runs are never compared: a workload's

@@ -399,7 +399,7 @@ class WithState(nn.Module):
     ("make", "sizes"),
     [
         (Mixing, {(0, 4), (0, 2), (0, 1)}),
-        (lambda: nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0), {(1, 4), (1, 2), (1, 1)}),  # batch second
+        (lambda: nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0), {(1, 4), (1, 2), (1, 1)}),
         (lambda: nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.1), set()),
         (Normed, set()),
         (Counting, set()),
@@ -414,7 +414,7 @@ def test_regions_whose_rows_are_independent_may_run_in_pieces(
     make: Callable[[], nn.Module], sizes: set[tuple[int, int]]
 ) -> None:
     torch.manual_seed(0)
-    shape = (6, 8, 4) if (1, 1) in sizes else (8, 6, 4)
+    shape = (6, 8, 4) if (1, 1) in sizes else (8, 6, 4)  # some have the batch second
     profile = remat.profile(Stack(make), torch.randn(shape), loss=squared, allow=CHUNK)
     assert {entry.cut for kind in profile.kinds for entry in kind.menu if entry.cut} == sizes
     entries = [entry for kind in profile.kinds for entry in kind.menu if entry.cut]

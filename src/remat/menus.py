@@ -136,8 +136,7 @@ def _pace(
 def _recipes(
     graph: RegionGraph | None, pace: Pace | None, links: tuple[int, ...], fuse: bool
 ) -> tuple[Recipe, ...]:
-    """Where the device waits for the host, a tensor that is dropped or sent costs the host's work, whatever its
-    size."""
+    """Where the device waits for the host, dropping and sending costs its work, whatever the size."""
     if graph is None:
         return ()
     levels = [level / _LEVELS for level in range(_LEVELS, 0, -1)]

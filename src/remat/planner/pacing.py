@@ -61,7 +61,7 @@ class Pace:
 
     @property
     def moved_seconds(self) -> float:
-        """What sending a storage costs beside the link's time: the same, also where it waits in forward alone."""
+        """What sending a storage costs beside the time of the link, also where it shows in forward alone."""
         behind = self.device_waits or self.shows_in_forward
         return _LAUNCHES_PER_MOVED * self.launch_seconds if behind else 0.0
 

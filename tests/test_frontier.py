@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -915,3 +916,21 @@ def test_the_table_of_another_file_is_printed_and_not_recorded(bench, tmp_path, 
 def test_the_documentation_shows_what_is_recorded(bench):
     plot = bench["plot"]
     assert plot.TABLE.read_text() == plot.table_of(plot.recorded()), "run benchmarks/plot.py"
+
+
+# -------------------------------------------------------------------------------------- the rented machine
+
+
+def test_the_rented_machine_runs_every_workload_once_in_parts_that_fit(bench):
+    """As rented.sh says: parts of ten minutes, each race with what it may take beyond its limit."""
+    text = (ROOT / "benchmarks" / "rented.sh").read_text()
+    parts = re.findall(r"^    \d\)\n(.*?)\n        ;;", text, re.DOTALL | re.MULTILINE)
+    races = [re.findall(r"^ +race (\S+) (\d+) \S+ (\d)", part, re.MULTILINE) for part in parts]
+    names = [name for found in races for name, _, _ in found]
+    assert sorted([*names, "long-context"]) == sorted(bench["workloads"].WORKLOADS)
+    for part, found in zip(parts, races, strict=True):
+        others = [int(seconds) for seconds in re.findall(r"timeout (\d+)", part)]
+        assert sum(int(seconds) for _, seconds, _ in found) + sum(others) <= 590
+    for groups in re.findall(r"^(?:EAGER|COMPILED)=(\S+)", text, re.MULTILINE):
+        asked = set(groups.removeprefix("$EAGER,").split(","))
+        assert asked <= set(bench["frontier"].GROUPS)

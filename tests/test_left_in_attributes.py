@@ -154,3 +154,43 @@ def test_what_comes_and_goes() -> None:
     assert not hasattr(module, "other")
     assert (module.count, module.names) == (3, ["a", "b"])  # no tensors
     assert len(module.maps) == 1
+
+
+class Turning(nn.Module):
+    """Called several times in a step; which gain it uses goes round in circles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.turn = nn.Linear(8, 16), nn.Linear(16, 8), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        gain = (1.0, 0.5, 0.25)[self.turn]
+        self.turn = (self.turn + 1) % 3
+        return x + self.down(F.gelu(self.up(x)) * gain)
+
+
+class Looped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Turning() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            for block in self.blocks:
+                x = block(x)
+        return x
+
+
+def test_an_attribute_that_is_back_where_it_was_stays_there() -> None:
+    """At backward it is what it was at entry; the recomputation changes it nevertheless."""
+    torch.manual_seed(0)
+    model, x = Looped(), torch.randn(4, 5, 8)
+    plain = copy.deepcopy(model)
+    remat.enable(model)
+    for _ in range(3):
+        for each in (model, plain):
+            each.zero_grad()
+            each(x).square().mean().backward()
+        assert [block.turn for block in model.blocks] == [0, 0]
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)

@@ -22,7 +22,7 @@ from remat.handle import Handle
 from remat.planner.bounds import least_budget
 from remat.planner.schedule import make_plan
 from remat.records import Action, Entry, Mode, Profile
-from remat.run.pieces import TakenOutsideError, in_pieces, length_along
+from remat.run.pieces import WholeOnlyError, in_pieces, length_along
 from remat.show.decisions import region_rows
 
 WIDTH = 8
@@ -213,19 +213,23 @@ class Telling(nn.Module):
 @pytest.mark.parametrize("keep", ["attribute", "list"])
 def test_a_tensor_that_is_held_outside_is_noticed(keep: str) -> None:
     module = Telling(keep)
-    with pytest.raises(TakenOutsideError, match="is held by something outside"):
+    with pytest.raises(WholeOnlyError, match="is held by something outside"):
         in_pieces("it", module, module.forward, (torch.randn(4, WIDTH),), {}, (0, 2))
 
 
-def test_what_has_no_graph_may_be_held_and_a_hook_may_look_on() -> None:
+def test_what_has_no_graph_is_of_one_piece_too_and_a_hook_may_look_on() -> None:
     module = Telling("detached")
+    with pytest.raises(WholeOnlyError, match="changes attribute 'loss' of Telling"):
+        in_pieces("it", module, module.forward, (torch.randn(4, WIDTH),), {}, (0, 2))
+    assert not hasattr(module, "loss")
+    module = Telling()
     seen = []
     module.up.register_forward_hook(lambda _, args, output: seen.append(float(output.detach().sum())))
     in_pieces("it", module, module.forward, (torch.randn(4, WIDTH),), {}, (0, 2)).sum().backward()
     assert len(seen) == 4
     taken: list[Tensor] = []
     module.up.register_forward_hook(lambda _, args, output: taken.append(output))
-    with pytest.raises(TakenOutsideError):
+    with pytest.raises(WholeOnlyError):
         in_pieces("it", module, module.forward, (torch.randn(4, WIDTH),), {}, (0, 2))
 
 

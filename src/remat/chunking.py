@@ -16,21 +16,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from remat import ranks
-from remat.attributes import plain
 from remat.check.bench import Bench, bench
 from remat.check.regions import GradientGap, gradient_gap, gradients_of, precise_gradients
 from remat.records import Entry, Mode
 from remat.run.checkpoint import Options, needs_gradients, run_checkpointed
 from remat.run.chunk_mlp import ChunkedModule, draws, token_wise
 from remat.run.pieces import Cut, in_pieces, length_along
-from remat.run.same import nearly_same
+from remat.run.same import checksum, nearly_same
 from remat.run.standins import Parameters
 from remat.run.wrap import unwrap, wrap
 from remat.trace.capture import entry_copies
@@ -46,6 +46,10 @@ _CHUNKS = 8  # of a part
 _SHORTEST = 64  # positions; below that a part's activations are not what fills memory
 _DIM = 1  # of the sequence
 _PIECES = (2, 4, 16)  # of a region: the host issues so many times as many operations
+
+_NOT_STATE = ("_modules", "_parameters")
+_NUMBERS = (bool, int, float, complex, str, bytes)
+_DEPTH = 3  # of lists, dictionaries and objects in each other
 
 _PLAIN = (Tensor, nn.Parameter, bool, int, float, str, torch.dtype, torch.device)
 
@@ -245,11 +249,11 @@ def _rows_are_independent(trial: Trial, cut: Cut) -> bool:
     weights = Parameters(example.module)
     try:
         for turn, shaken in ((False, nullcontext()), (True, nullcontext()), (False, weights.shaken())):
-            before = _state(example.module)
+            before = _State(example.module)
             with torch.enable_grad(), shaken:
                 args, kwargs = entry_copies(*trial.inputs, turn=turn)
                 expected = [tensor.detach() for tensor in tensors(example.forward(*args, **kwargs))]
-                if _state(example.module) != before:
+                if not before.is_now():
                     return False
                 found = tensors(call(*args, **kwargs))
             if len(found) != len(expected) or not all(map(nearly_same, expected, map(Tensor.detach, found))):
@@ -260,10 +264,40 @@ def _rows_are_independent(trial: Trial, cut: Cut) -> bool:
     return True
 
 
-def _state(module: nn.Module) -> list[Any]:
-    """What calls may change: versions of buffers, numbers and flags, lengths of lists."""
-    found: list[Any] = [(id(b), 0 if b.is_inference() else b._version) for b in module.buffers()]
-    for submodule in module.modules():
-        place = vars(submodule)
-        found += [plain(place), {n: len(v) for n, v in place.items() if isinstance(v, (list, dict, set))}]
-    return found
+@dataclass
+class _State:
+    """What calls may change: buffers and attributes, by content, and what stands in their lists, dictionaries
+    and objects. `alive`: what is told by its identity, which nothing else gets as long as it lives."""
+
+    module: nn.Module
+    found: list[Any] = field(default_factory=list)
+    alive: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for submodule in self.module.modules():
+            for name, value in vars(submodule).items():
+                if name not in _NOT_STATE:
+                    self.found.append((name, self._read(value, _DEPTH)))
+
+    def is_now(self) -> bool:
+        return self.found == _State(self.module).found
+
+    def _read(self, value: Any, depth: int) -> Any:
+        if value is None or type(value) in _NUMBERS:
+            return type(value), repr(value)
+        self.alive.append(value)
+        if isinstance(value, Tensor):
+            return id(value), 0 if value.is_inference() else value._version, _content(value)
+        if depth and isinstance(value, dict):
+            return id(value), [(str(key), self._read(item, depth - 1)) for key, item in value.items()]
+        if depth and isinstance(value, (list, tuple, set, frozenset)):
+            return id(value), [self._read(item, depth - 1) for item in value]
+        if depth and hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type, ModuleType)):
+            return id(value), self._read(vars(value), depth)
+        return id(value)
+
+
+def _content(tensor: Tensor) -> Any:
+    if tensor.layout is not torch.strided or tensor.is_meta or type(tensor) is not Tensor:
+        return None
+    return checksum(tensor.detach()).tolist() if tensor.numel() else []

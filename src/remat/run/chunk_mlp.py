@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from remat._torch_private import in_functorch
 from remat.errors import InputError
 from remat.run.checkpoint import needs_gradients
-from remat.run.pieces import TakenOutsideError, in_pieces
+from remat.run.pieces import WholeOnlyError, in_pieces
 from remat.run.rng import RandomState, restored
 from remat.run.same import nearly_same
 from remat.run.standins import Parameters
@@ -113,7 +113,7 @@ class ChunkedModule:
                 output = in_pieces(self.name, module, forward, args, kwargs, (self.dim, self.size))
                 self.chunks += -(-args[0].shape[self.dim] // self.size)
                 return output
-            except TakenOutsideError as error:
+            except WholeOnlyError as error:
                 why = self._taken = str(error)
         self.plain += 1
         self.reason = why

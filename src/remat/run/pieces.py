@@ -1,14 +1,17 @@
 """Run a call over pieces of its inputs: what one piece holds for backward is all that is held at once.
 
 Forward runs piece after piece and keeps only the inputs; backward runs each piece again, with the random and
-autocast state of its first run. The parameters are inputs of one autograd node: their gradients are summed
-over the pieces in fp32 and reach each parameter once, as one gradient, so hooks on it (DDP's, FSDP's) fire
-once. Right for whatever treats the positions that are cut apart independently: who calls this has tried that.
+autocast state of its first run, and with attributes and buffers as they were then. The parameters are inputs
+of one autograd node: their gradients are summed over the pieces in fp32 and reach each parameter once, as one
+gradient, so hooks on it (DDP's, FSDP's) fire once. Right for whatever treats the positions that are cut apart
+independently: who calls this has tried that.
 
 What somebody outside takes from the inside (a loss that is left in an attribute, an output that a hook
 collects) is of one piece only, and has a graph that ends here. So everything goes into a piece through a
 fence, one node that lives as long as anything that depends on it: whether something was taken is seen as
-soon as the piece has returned (`TakenOutsideError`), and a gradient that comes back to the fence raises.
+soon as the piece has returned, and a gradient that comes back to the fence raises. What a call leaves in its
+module, or writes to a list or dictionary that it was given, would be of one piece, too. All this is seen in
+forward (`WholeOnlyError`), and what was changed is put back, so that the call can run as a whole.
 """
 
 from __future__ import annotations
@@ -22,19 +25,21 @@ import torch
 from torch import Tensor, nn
 
 from remat._torch_private import flatten, keeps_graph
+from remat.attributes import tensors_kept
 from remat.errors import RecomputeError, RematError
 from remat.run.hosted import Hosted, to_device, to_host
 from remat.run.inputs import Leaving
 from remat.run.rng import RandomState, restored
 from remat.run.standins import Autocast, GradientSum, Parameters, foreign_leaves
+from remat.run.state import ModuleState
 
-__all__ = ["Cut", "TakenOutsideError", "in_pieces", "length_along"]
+__all__ = ["Cut", "WholeOnlyError", "in_pieces", "length_along"]
 
 Cut = tuple[int, int]  # the dimension that is cut, and the positions of one piece
 
 
-class TakenOutsideError(RematError):
-    """Something outside holds a tensor from inside of a piece; the call can still run as a whole."""
+class WholeOnlyError(RematError):
+    """A call does what pieces cannot; it has left nothing behind, and can still run as a whole."""
 
 
 def in_pieces(
@@ -74,6 +79,7 @@ class _Job:
     ) -> None:
         self.name, self._module, self._forward, self._leaving = name, module, forward, leaving
         self.parameters = Parameters(module)
+        self._state = ModuleState(module)
         leaves, self._build = flatten((args, kwargs))
         self.given: Sequence[Tensor] = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._leaves = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -94,23 +100,18 @@ class _Job:
     def first(self, given: Sequence[Tensor]) -> list[Tensor]:
         """All pieces, each let go of when it has returned; their outputs, joined."""
         versions = [_version(tensor) for tensor in given]
-        stand_ins = self.parameters.stand_ins()
-        outputs: list[Tensor] = []
-        for start in self._starts:
-            before = RandomState(self._devices)
-            with torch.enable_grad():
-                inside, weights, fence = _fenced(self.name, self._piece(given, start), stand_ins)
-                with self.parameters.replaced(weights):
-                    result = self._run(inside)
-            self._random.append(before if before.now() != before else None)
-            with torch.no_grad():
-                self._join(result, outputs, start)
-            del inside, weights, result
-            if _is_held(fence, self._module):
-                raise TakenOutsideError(
-                    f"a tensor from inside of {self.name} is held by something outside of it (a hook, an "
-                    "attribute or a list), so it cannot run in pieces: the tensor would be of one piece only"
+        try:
+            with tensors_kept(self._module.modules()):
+                outputs = self._all_pieces(given)
+                self._state.settle(self.name)
+                touched = self._state.touched()
+            if touched:
+                raise WholeOnlyError(
+                    f"{self.name} changes {touched} when it runs, so it cannot run in pieces, for each would"
                 )
+        except WholeOnlyError:
+            self._state.rewind()
+            raise
         for number, (tensor, version) in enumerate(zip(given, versions, strict=True)):
             if _version(tensor) != version:
                 raise RecomputeError(
@@ -118,6 +119,39 @@ class _Job:
                     "pieces and again in backward; use the operation that is not in-place, or clone it first"
                 )
         return outputs
+
+    def _all_pieces(self, given: Sequence[Tensor]) -> list[Tensor]:
+        _see_that_no_gradient_is_hooked(self.name, self._module)
+        stand_ins = self.parameters.stand_ins()
+        outputs: list[Tensor] = []
+        for start in self._starts:
+            before = RandomState(self._devices)
+            with torch.enable_grad():
+                piece = self._piece(given, start)
+                inside, weights, fence = _fenced(self.name, piece, stand_ins)
+                with self.parameters.replaced(weights):
+                    result = self._run(inside)
+            self._random.append(before if before.now() != before else None)
+            if start == 0:
+                self._see_that_no_gradient_is_lost(result, [*piece, *stand_ins])
+            with torch.no_grad():
+                self._join(result, outputs, start)
+            del piece, inside, weights, result
+            if _is_held(fence, self._module):
+                raise WholeOnlyError(
+                    f"a tensor from inside of {self.name} is held by something outside of it (a hook, an "
+                    "attribute or a list), so it cannot run in pieces: the tensor would be of one piece only"
+                )
+        return outputs
+
+    def _see_that_no_gradient_is_lost(self, result: Any, known: Sequence[Tensor]) -> None:
+        outputs = [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
+        if foreign_leaves(outputs, known):
+            raise WholeOnlyError(
+                f"{self.name} uses tensors that need gradients and are neither inputs nor parameters of it, "
+                "so it cannot run in pieces: these gradients would be lost; register them as parameters of "
+                "the module"
+            )
 
     def _size_at(self, start: int) -> int:
         return min(self._size, self._length - start)
@@ -132,8 +166,16 @@ class _Job:
         return [t.detach().requires_grad_(needs) for t, needs in zip(cut, self._needs, strict=True)]
 
     def _run(self, inside: Sequence[Tensor]) -> Any:
-        args, kwargs = self._build(_filled(self._leaves, inside))
-        return self._forward(*args, **kwargs)
+        filled = _filled(self._leaves, inside)
+        args, kwargs = self._build(filled)
+        result = self._forward(*args, **kwargs)
+        left = flatten((args, kwargs))[0]  # these lists and dictionaries are copies of those that were given
+        if len(left) != len(filled) or any(now is not then for now, then in zip(left, filled, strict=True)):
+            raise WholeOnlyError(
+                f"{self.name} writes to a list, a dictionary or a dataclass that it is given, so it cannot "
+                "run in pieces: that would be of one piece only"
+            )
+        return result
 
     def _join(self, result: Any, outputs: list[Tensor], start: int) -> None:
         """Copy what one piece gave to where it belongs."""
@@ -191,17 +233,19 @@ class _Job:
         found = [self._gradient(given[number], self._is_cut[number]) for number in wanted]
         found += [self._gradient(parameter, is_cut=False) for parameter in trained]
         stand_ins = self.parameters.stand_ins()
-        for start, random in zip(self._starts, self._random, strict=True):
-            inside = self._piece(given, start)
-            replaced = self.parameters.replaced(stand_ins)
-            with restored(random), torch.enable_grad(), self._autocast.again(), replaced:
-                result = self._run(inside)
-            inputs = [*(inside[number] for number in wanted), *stand_ins]
-            parts = self._gradients_of(result, inputs, slopes, start)
-            del inside, result, inputs
-            for total, part in zip(found, parts, strict=True):
-                total.add(part, start)
-            del parts
+        self._state.check(self.name)
+        with self._state.as_at_entry():
+            for start, random in zip(self._starts, self._random, strict=True):
+                inside = self._piece(given, start)
+                replaced = self.parameters.replaced(stand_ins)
+                with restored(random), torch.enable_grad(), self._autocast.again(), replaced:
+                    result = self._run(inside)
+                inputs = [*(inside[number] for number in wanted), *stand_ins]
+                parts = self._gradients_of(result, inputs, slopes, start)
+                del inside, result, inputs
+                for total, part in zip(found, parts, strict=True):
+                    total.add(part, start)
+                del parts
         of_given: list[Tensor | None] = [None] * len(given)
         for number, total in zip(wanted, found, strict=False):
             of_given[number] = total.value()
@@ -219,15 +263,10 @@ class _Job:
             for part, slope in zip(parts, slopes, strict=True)
             if slope is not None and part.requires_grad
         ]
-        outputs = [part for part, _ in pairs]
-        if start == 0 and foreign_leaves(outputs, inputs):
-            raise RematError(
-                f"{self.name} uses tensors that need gradients and are not its parameters: these "
-                "gradients would be lost; register them as parameters of the module, or do not chunk it"
-            )
         if not pairs:
             return [None] * len(inputs)
-        return torch.autograd.grad(outputs, inputs, [slope for _, slope in pairs], allow_unused=True)
+        outputs, given = zip(*pairs, strict=True)
+        return torch.autograd.grad(outputs, inputs, given, allow_unused=True)
 
 
 class _Pieces(torch.autograd.Function):
@@ -250,6 +289,16 @@ class _Pieces(torch.autograd.Function):
                 "derivative; take them off for this step (handle.remove())"
             )
         return None, *job.again(job.held(ctx), slopes)
+
+
+def _see_that_no_gradient_is_hooked(name: str, module: nn.Module) -> None:
+    """The hooks of the module itself are around all pieces."""
+    for path, inner in module.named_modules():
+        if inner is not module and (inner._backward_hooks or inner._backward_pre_hooks):
+            raise WholeOnlyError(
+                f"a backward hook of {path} in {name} would see the gradient of one piece at a time, so it "
+                "cannot run in pieces"
+            )
 
 
 _TENSOR = object()  # stands for a tensor among the leaves of a nest

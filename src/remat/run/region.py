@@ -35,7 +35,7 @@ from remat.run.inputs import Leaving
 from remat.run.moved import Moved, send_all, unmove
 from remat.run.offload import Engine
 from remat.run.outgoing import Layouts, Outgoing, send_out
-from remat.run.pieces import TakenOutsideError, in_pieces
+from remat.run.pieces import WholeOnlyError, in_pieces
 from remat.run.program import Program
 from remat.run.replay import replaying
 from remat.run.same import same_bits
@@ -156,10 +156,15 @@ class PlannedRegion:
             return self._run_in_pieces(variant, module, forward, args, kwargs, inputs)
         if variant.program is None:
             return self._recompute(variant, module, forward, args, kwargs, inputs)
-        if active_saved_tensors_hooks() is not None:
-            self._fall_back("another saved-tensor hook is active (an outer checkpoint, save_on_cpu)")
+        if self._is_hooked():
             return forward(*args, **kwargs)
         return self._run_recipe(variant.program, module, forward, args, kwargs, inputs)
+
+    def _is_hooked(self) -> bool:
+        if active_saved_tensors_hooks() is None:
+            return False
+        self._fall_back("another saved-tensor hook is active (an outer checkpoint, save_on_cpu)")
+        return True
 
     def _see_that_no_more_trains(self, module: nn.Module) -> None:
         """In its turn: what unfrozen parameters need for their gradients is not in the plan."""
@@ -226,13 +231,15 @@ class PlannedRegion:
         kwargs: dict[str, Any],
         inputs: list[torch.Tensor],
     ) -> Any:
-        if not needs_gradients(inputs, (module,)):
+        if not torch.is_grad_enabled() or not needs_gradients(inputs, (module,)):
+            return forward(*args, **kwargs)
+        if self._is_hooked():
             return forward(*args, **kwargs)
         dim, size = variant.cut
         leaving = self._leaving(variant, inputs)
         try:
             return in_pieces(self.name, module, forward, args, kwargs, (dim, size), leaving)
-        except TakenOutsideError as error:
+        except WholeOnlyError as error:
             self._fall_back(str(error))
             self.switch_off(f"recomputes as a whole: {error}")
             return self._recompute(Variant(Mode.FULL), module, forward, args, kwargs, inputs)

@@ -62,18 +62,21 @@ class Parameters:
 
     @contextmanager
     def replaced(self, stand_ins: Sequence[Tensor]) -> Iterator[None]:
-        """Inside, the module runs on the stand-ins. One thread at a time; the parameters always come back."""
+        """Inside, the module runs on the stand-ins. One thread at a time; what is there always comes back: by
+        the time of backward these are not those of the call, if functional_call lent it others."""
         twin = {id(p): s for p, s in zip(self.trained, stand_ins, strict=True)}
+        before: list[tuple[dict[str, Any], str, Any]] = []
         with _lock(self._module):
             try:
                 for owner, name, parameter, _ in self._slots:
                     if id(parameter) in twin:
-                        owner._parameters[name] = twin[id(parameter)]  # type: ignore[assignment]
+                        table: dict[str, Any] = owner._parameters
+                        before.append((table, name, table.get(name)))
+                        table[name] = twin[id(parameter)]
                 yield
             finally:
-                for owner, name, parameter, _ in self._slots:
-                    if id(parameter) in twin:
-                        owner._parameters[name] = parameter
+                for table, name, parameter in before:
+                    table[name] = parameter
 
     @contextmanager
     def shaken(self) -> Iterator[None]:

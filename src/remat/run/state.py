@@ -83,11 +83,16 @@ class _Buffer:
             return not read  # functional_call lent it: a copy is not what the graph knows
         return not read or bytes_of(self.tensor) <= _SMALL_BYTES
 
+    def tells_of_a_write(self) -> bool:
+        """Without looking at its contents; statistics of norms are written by kernels that tell nobody."""
+        now = self.owner._buffers.get(self.slot[1])
+        return now is not self.tensor or _version(now) != self.version or _is_thawed(self.owner)
+
     def was_written(self) -> bool:
         """Compares contents, which waits for the device: once for each buffer."""
-        now = self.owner._buffers.get(self.slot[1])
-        if now is not self.tensor or _version(now) != self.version:
+        if self.tells_of_a_write():
             return True
+        now = self.tensor
         if type(now) is not Tensor or now.is_meta or self.copy is None:
             return False  # contents that cannot be compared, or none
         return not equal(now, self.copy)
@@ -184,11 +189,34 @@ class ModuleState:
                 "the update, or run this step again: from now on the buffer is copied at every call"
             )
 
+    def touched(self) -> str:
+        """After `settle`: something that the call changed, or ''."""
+        for place, name, then in self._attributes.changed():
+            now = place.get(name)
+            if isinstance(now, Tensor) or isinstance(then, Tensor) or now != then:
+                owner = next(owner for owner, _ in self._tables if owner.__dict__ is place)
+                return f"attribute {name!r} of {type(owner).__name__}"
+        written = self._habits.written
+        return next((str(b) for b in self._buffers if b.slot in written or b.tells_of_a_write()), "")
+
+    def rewind(self) -> None:
+        """Everything as it was at entry, for the call is made once more."""
+        exchange(self._attributes.changed())
+        for owner, at_entry in self._tables:
+            _fill(owner._buffers, at_entry)
+        with torch.no_grad():
+            for buffer in self._buffers:
+                if buffer.copy is not None and not equal(buffer.tensor, buffer.copy):
+                    buffer.tensor.copy_(buffer.copy)
+
     @contextmanager
     def as_at_entry(self) -> Iterator[None]:
-        """Run with buffers as they were at entry, and put the present ones back, written to by nobody."""
+        """Run with attributes and buffers as they were at entry, and put the present ones back, written to by
+        nobody."""
         put_back: list[tuple[dict[str, Any], dict[str, Any]]] = []
         present: list[Value] = []
+        # All of them: one that is now what it was at entry may be changed by this run, too.
+        now = Attributes((owner for owner, _ in self._tables), all_state=True)
         try:
             present = exchange(self._attributes.changed())  # by the call, or by whoever came after it
             fresh: dict[int, Tensor] = {}
@@ -211,6 +239,7 @@ class ModuleState:
         finally:
             for place, before in reversed(put_back):
                 _fill(place, before)
+            now.put_back()
             exchange(present)
 
 

@@ -315,6 +315,103 @@ def test_what_is_written_to_an_argument_is_not_lost(kind: str) -> None:
     assert not told["loss"].any()
 
 
+# --------------------------------------------------------------------- rows that see each other, or may do so
+
+
+class Routed(nn.Module):
+    """Each expert takes so many tokens of the batch, counted in their order; at first none has too many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(WIDTH, 4), nn.Parameter(torch.randn(4, WIDTH, WIDTH) * 0.3)
+        nn.init.zeros_(self.gate.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, _ = x.shape
+        flat = x.reshape(-1, WIDTH)
+        weight, expert = self.gate(flat).softmax(-1).max(-1)
+        one = F.one_hot(expert, 4)
+        fits = (one.cumsum(0) * one).sum(-1) <= flat.shape[0]
+        out = torch.einsum("nw,nwv->nv", flat, self.experts[expert]) * (weight * fits)[:, None]
+        return x + out.view(rows, length, WIDTH)
+
+
+class Counted(Mixing):
+    """Says how many rows there were."""
+
+    def forward(self, x: Any) -> Any:  # type: ignore[override]
+        rows = x[0] if isinstance(x, tuple) else x
+        return super().forward(rows), 2 * len(rows)
+
+
+class Leaning(Mixing):
+    """Rows see each other where the last is larger than the first: not in the batch that is profiled."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        first, last = x.detach()[0].square().mean(), x.detach()[-1].square().mean()
+        return super().forward(x) - (last > first).to(x.dtype) * x.mean(0, keepdim=True)
+
+
+class Falling(nn.Module):
+    """Gives its blocks rows, each smaller than the one before; so do they."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Linear(4, WIDTH), nn.ModuleList(Leaning() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x * torch.linspace(3.0, 0.5, len(x))[:, None, None])
+        return x
+
+
+class Stateful:
+    """An argument of one's own."""
+
+    calls = 0
+
+
+class Boxed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixing = Mixing()
+
+    def forward(self, x: Tensor, box: Stateful) -> Tensor:
+        box.calls += 1
+        return self.mixing(x)
+
+
+class Boxes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Linear(4, WIDTH), nn.ModuleList(Boxed() for _ in range(3))
+        self.box = Stateful()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x, self.box)
+        return x
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: Stack(Routed), lambda: Stack(Counted), Falling, Boxes],
+    ids=["capacity", "a number", "other data", "an object"],
+)
+def test_no_pieces_are_offered_to(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = make()
+
+    def loss(output: Any, batch: Tensor) -> Tensor:
+        return (output[0] if isinstance(output, tuple) else output).square().mean()
+
+    profile = remat.profile(model, X, loss=loss, allow=CHUNK)
+    assert profile.calls
+    assert not [entry for kind in profile.kinds for entry in kind.menu if entry.cut]
+
+
 # ----------------------------------------------------------------------------------------------- by others
 
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from remat import ranks
 from remat.check.bench import Bench, bench
 from remat.check.regions import GradientGap, gradient_gap, gradients_of, precise_gradients
-from remat.records import Entry, Mode
+from remat.records import Entry, Mode, RegionGraph
 from remat.run.checkpoint import Options, needs_gradients, run_checkpointed
 from remat.run.chunk_mlp import ChunkedModule, draws, token_wise
 from remat.run.pieces import Cut, in_pieces, length_along
@@ -47,6 +47,11 @@ _SHORTEST = 64  # positions; below that a part's activations are not what fills 
 _DIM = 1  # of the sequence
 _PIECES = (2, 4, 16)  # of a region: the host issues so many times as many operations
 
+# Operations that rank or number positions: whether rows see each other by them depends on the data (a router
+# whose experts have a capacity).
+_RANKING = (
+    "argsort", "bincount", "cummax", "cummin", "cumprod", "cumsum", "histc", "nonzero", "sort", "unique",
+)  # fmt: skip
 _NOT_STATE = ("_modules", "_parameters")
 _NUMBERS = (bool, int, float, complex, str, bytes)
 _DEPTH = 3  # of lists, dictionaries and objects in each other
@@ -214,6 +219,8 @@ def _region_entries(trial: Trial) -> list[Entry]:
         return []
     if draws(example.module) or not all(_is_plain(leaf) for leaf in leaves(trial.inputs)):
         return []
+    if _may_rank_rows(trial.species.graph):
+        return []
     for dim in (0, 1):  # some models have the batch second
         length = length_along(given, dim)
         sizes = dict.fromkeys(-(-length // pieces) for pieces in _PIECES) if length > 1 else {}
@@ -225,6 +232,11 @@ def _region_entries(trial: Trial) -> list[Entry]:
         )
         return [entry for entries in found for entry in entries]
     return []
+
+
+def _may_rank_rows(graph: RegionGraph | None) -> bool:
+    """A region that could not be captured may do anything."""
+    return graph is None or any(op.name.split(".")[1].lstrip("_").startswith(_RANKING) for op in graph.ops)
 
 
 def _pieces_of(trial: Trial, cut: Cut) -> Call:
@@ -252,16 +264,27 @@ def _rows_are_independent(trial: Trial, cut: Cut) -> bool:
             before = _State(example.module)
             with torch.enable_grad(), shaken:
                 args, kwargs = entry_copies(*trial.inputs, turn=turn)
-                expected = [tensor.detach() for tensor in tensors(example.forward(*args, **kwargs))]
+                expected = _detached(example.forward(*args, **kwargs))
                 if not before.is_now():
                     return False
-                found = tensors(call(*args, **kwargs))
-            if len(found) != len(expected) or not all(map(nearly_same, expected, map(Tensor.detach, found))):
+                found = _detached(call(*args, **kwargs))
+            if len(found) != len(expected) or not all(map(_alike, expected, found)):
                 return False
     except Exception as error:  # the region's code, to other shapes; or there is no memory to try
         _LOG.info("%s does not run in pieces: %s", example.name, error)
         return False
     return True
+
+
+def _detached(output: Any) -> list[Any]:
+    return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves(output)]
+
+
+def _alike(expected: Any, found: Any) -> bool:
+    """What is no tensor (the number of rows, say) is that of the whole, too."""
+    if isinstance(expected, Tensor) and isinstance(found, Tensor):
+        return nearly_same(expected, found)
+    return type(expected) is type(found) and bool(expected == found)
 
 
 @dataclass

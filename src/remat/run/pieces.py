@@ -88,8 +88,8 @@ class _Job:
         self._is_cut = [t.dim() > self._dim and t.shape[self._dim] == self._length for t in self.given]
         self._needs = [tensor.requires_grad for tensor in self.given]
         self._starts = range(0, self._length, self._size)
-        self._autocast = Autocast.now(self.given[0].device.type)
         self._devices = tuple({t.device for t in self.given if t.device.type not in ("cpu", "meta")})
+        self._autocast = Autocast.now(self._devices[0].type if self._devices else "cpu")
         self._random: list[RandomState | None] = []  # by piece, if it draws
         self._away: list[int] = []  # those of the given that wait on the host
         self._hosted: Hosted | None = None

@@ -215,12 +215,12 @@ def _flags(model: nn.Module) -> Callable[[], None]:
 
 def remember_buffers(model: nn.Module) -> Callable[[], None]:
     """Copies every buffer; the result puts them back: the same tensors with the same values. And so it does
-    with plain attributes, which may say what is in a buffer."""
+    with plain attributes, which may say what is in a buffer, and small tensors in attributes."""
     attributes = Attributes(model.modules())
     tables = [(module, dict(module._buffers)) for module in model.modules()]
     saved = [
         (buffer, buffer.detach().clone())
-        for buffer in model.buffers()
+        for buffer in (*model.buffers(), *attributes.small_tensors())
         if not buffer.is_meta and not isinstance(buffer, FakeTensor)  # these have no values to lose
     ]
 

@@ -27,15 +27,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from remat.attributes import Attributes, Value, exchange, tensors_kept
+from remat.attributes import SMALL_BYTES, Attributes, Value, exchange, is_data, tensors_kept
 from remat.errors import RecomputeError
 from remat.layouts import bytes_of, equal
 
 __all__ = ["Habits", "ModuleState", "habits", "modules_of", "norms_behind"]
 
-Slot = tuple[str, str]  # (path of the owning submodule, name of the buffer)
-
-_SMALL_BYTES = 16 << 10  # of a buffer that is copied at every call
+Slot = tuple[str, str]  # (path of the owning submodule, name of the buffer or attribute)
 
 
 @dataclass
@@ -49,6 +47,8 @@ class Habits:
         frozenset()
     )  # of those seen without values (fake): read, as far as versions say
     inputs: frozenset[int] = frozenset()  # positions of the tensor inputs that it writes in place
+    attributes: frozenset[Slot] = frozenset()  # those whose tensors it was seen with
+    in_place: frozenset[Slot] = frozenset()  # of them those that it writes in place
 
 
 _HABITS: WeakKeyDictionary[nn.Module, dict[bool, Habits]] = WeakKeyDictionary()
@@ -81,7 +81,7 @@ class _Buffer:
             return False  # frozen ones are many, and never written
         if self.tensor.requires_grad:
             return not read  # functional_call lent it: a copy is not what the graph knows
-        return not read or bytes_of(self.tensor) <= _SMALL_BYTES
+        return not read or bytes_of(self.tensor) <= SMALL_BYTES
 
     def tells_of_a_write(self) -> bool:
         """Without looking at its contents; statistics of norms are written by kernels that tell nobody."""
@@ -101,6 +101,29 @@ class _Buffer:
         return f"buffer {self.slot[1]!r} of {type(self.owner).__name__}"
 
 
+class _Held:
+    """A tensor without a graph in an attribute at the entry of a call, and its copy if the call may write it
+    in place: one that did so before, or a small one in its first call."""
+
+    __slots__ = ("copy", "name", "place", "slot", "tensor", "version")
+
+    def __init__(self, owner: nn.Module, slot: Slot, tensor: Tensor, known: Habits) -> None:
+        self.place, self.name, self.slot = owner.__dict__, slot[1], slot
+        self.tensor, self.version = tensor, _version(tensor)
+        new = slot not in known.attributes and bytes_of(tensor) <= SMALL_BYTES
+        self.copy = tensor.clone() if new or slot in known.in_place else None
+
+    def was_written(self) -> bool:
+        return _version(self.tensor) != self.version
+
+    def settle(self, known: Habits) -> None:
+        known.attributes |= {self.slot}
+        if self.was_written():
+            known.in_place |= {self.slot}
+        else:
+            self.copy = None
+
+
 class ModuleState:
     """A module's state at the entry of one call."""
 
@@ -113,7 +136,12 @@ class ModuleState:
         self._versions: list[tuple[nn.Module, str, weakref.ref[Tensor], int]] = []
         modules = list(module.named_modules())
         self._attributes = Attributes((owner for _, owner in modules), all_state=True)
+        self._held: list[_Held] = []
         for path, owner in modules:
+            with torch.no_grad():
+                for name, value in owner.__dict__.items():
+                    if is_data(value):
+                        self._held.append(_Held(owner, (path, name), value, known))
             table = owner._buffers
             self._tables.append((owner, dict(table)))
             for name, tensor in table.items():
@@ -143,6 +171,8 @@ class ModuleState:
         """After the first run: learn what it wrote, let the rest go. A write that nobody expected raises."""
         known = self._habits
         known.seen = True
+        for held in self._held:
+            held.settle(known)
         for buffer in self._buffers:
             if buffer.slot not in known.read and buffer.slot not in known.written:
                 if buffer.was_written():
@@ -196,6 +226,9 @@ class ModuleState:
             if isinstance(now, Tensor) or isinstance(then, Tensor) or now != then:
                 owner = next(owner for owner, _ in self._tables if owner.__dict__ is place)
                 return f"attribute {name!r} of {type(owner).__name__}"
+        for held in self._held:
+            if held.was_written():
+                return f"the tensor in attribute {held.name!r}"
         written = self._habits.written
         return next((str(b) for b in self._buffers if b.slot in written or b.tells_of_a_write()), "")
 
@@ -205,9 +238,11 @@ class ModuleState:
         for owner, at_entry in self._tables:
             _fill(owner._buffers, at_entry)
         with torch.no_grad():
-            for buffer in self._buffers:
-                if buffer.copy is not None and not equal(buffer.tensor, buffer.copy):
-                    buffer.tensor.copy_(buffer.copy)
+            pairs = [(buffer.tensor, buffer.copy) for buffer in self._buffers]
+            pairs += [(held.tensor, held.copy) for held in self._held]
+            for tensor, copy in pairs:
+                if copy is not None and not equal(tensor, copy):
+                    tensor.copy_(copy)
 
     @contextmanager
     def as_at_entry(self) -> Iterator[None]:
@@ -219,6 +254,8 @@ class ModuleState:
         now = Attributes((owner for owner, _ in self._tables), all_state=True)
         try:
             present = exchange(self._attributes.changed())  # by the call, or by whoever came after it
+            written = [(h.place, h.name, h.copy.clone()) for h in self._held if h.copy is not None]
+            present += exchange(written)
             fresh: dict[int, Tensor] = {}
             copied: dict[nn.Module, dict[str, Tensor]] = {}
             for buffer in self._buffers:
@@ -240,7 +277,7 @@ class ModuleState:
             for place, before in reversed(put_back):
                 _fill(place, before)
             now.put_back()
-            exchange(present)
+            exchange(reversed(present))
 
 
 def _is_thawed(owner: nn.Module) -> bool:

@@ -167,6 +167,24 @@ def test_fit_confirms_it() -> None:
     handle.remove()
 
 
+@pytest.mark.parametrize("classes", [slice(0, 64), slice(0, 200), slice(128, 192), slice(3936, 4000)])
+def test_classes_that_are_ruled_out(classes: slice) -> None:
+    """A bias of -inf, also on all classes of a slice, be it the first, one between or the last."""
+    given = case()
+    given.model.head = nn.Linear(WIDTH, VOCABULARY)
+    with torch.no_grad():
+        given.model.head.bias[classes] = -torch.inf
+    given.batch["labels"].clamp_(min=200, max=3900)
+    expected, loss = gradients(given), given.run().detach()
+    with chunk_head(given.model, columns=True, chunk_bytes=TOKENS * 4 * 64) as handle:
+        torch.testing.assert_close(given.run().detach(), loss)
+        found = gradients(given)
+        assert handle.counts.chunks == 2 * -(-VOCABULARY // 64)
+    assert loss.isfinite()
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-7)
+
+
 def test_a_frozen_head_does_without() -> None:
     given = case()
     given.model.head.requires_grad_(False)

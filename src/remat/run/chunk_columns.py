@@ -70,7 +70,8 @@ class Columns:
 
     def normalisers(self) -> tuple[Tensor, Tensor]:
         """Each row's logsumexp and its loss."""
-        top = self.target.new_full(self.target.shape, -torch.inf, dtype=self.dtype)
+        lowest = torch.finfo(self.dtype).min  # not -inf: of a slice of -inf, a difference would be nan
+        top = self.target.new_full(self.target.shape, lowest, dtype=self.dtype)
         norm, at_target, smooth = (torch.zeros_like(top) for _ in range(3))
         for columns in self._slices():
             x = forward_steps(self.steps, self._logits(columns), self.dtype, overwrite=True).x

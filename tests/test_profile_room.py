@@ -89,6 +89,29 @@ def test_a_step_whose_logits_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("room", [1, 16], ids=["logits do not fit", "logits fit"])
+@pytest.mark.parametrize("allow", [ALLOW[:2], None])
+def test_a_profile_with_the_head_in_chunks_is_not_planned_without_them(
+    monkeypatch: pytest.MonkeyPatch, room: int, allow: list[str] | None
+) -> None:
+    """Who leaves "chunk" out wants equal bits, and such a profile cannot say what they take."""
+    model, batch = made()
+    monkeypatch.setattr("remat.run.chunk_loss._OTHER_BYTES", 1 << 20)
+    with limited(model, batch, room * logits_bytes()):
+        profile = remat.profile(model, batch, loss=loss, allow=ALLOW)
+    budget = profile.step.resident + profile.step.gradients + logits_bytes()
+    plan = remat.plan(profile, budget, allow=ALLOW)
+    assert plan.profile.chunked
+    with pytest.raises(remat.InputError, match='lm_head in chunks.*"chunk": add it, or profile'):
+        remat.plan(plan.profile, budget, allow=allow)
+    if profile.chunked:
+        with pytest.raises(remat.InputError, match="lm_head in chunks"):
+            remat.plan(profile, 1 << 40, allow=allow)
+    else:
+        assert not remat.plan(profile, 1 << 40, allow=allow).profile.chunked
+    assert remat.plan(plan.profile, budget, allow=ALLOW).choices == plan.choices
+
+
 def test_where_logits_fit_the_head_is_measured_both_ways() -> None:
     model, batch = made()
     with limited(model, batch, 16 * logits_bytes()):

@@ -113,9 +113,11 @@ def plan(
     """The fastest way to run this step within a budget. Pure: looks at the profile only.
 
     `allow`: what it may do, by default all that gives the same gradients to the bit and that the profile has
-    measured ("keep", "recompute", and "offload" where the link to the host was measured).
+    measured ("keep", "recompute", and "offload" where the link to the host was measured). A profile of a step
+    with its head in chunks (a plan's, or one whose logits do not fit) takes "chunk".
     """
     allowed = _actions(allow, offload=profile.link is not None)
+    _refuse_chunks(profile, allowed)
     return schedule(profile, _budget_bytes(profile, budget, activations), allow=allowed)
 
 
@@ -467,6 +469,17 @@ def _actions(allow: Sequence[Action | str] | None, *, offload: bool) -> tuple[Ac
         names = ", ".join(action.value for action in Action)
         raise InputError(f"allow={list(allow)!r}: the actions are {names}") from None
     return actions
+
+
+def _refuse_chunks(profile: Profile, allowed: tuple[Action, ...]) -> None:
+    """Such a profile no longer has, or never had, what the head as it is would take."""
+    if profile.head is None or not profile.chunked or Action.CHUNK in allowed:
+        return
+    raise InputError(
+        f"this profile is of the step with {profile.head.head} in chunks, which is equal within rounding only, "
+        f'and allow={[action.value for action in allowed]} is without "chunk": add it, or profile the step '
+        "again with this allow=, which takes room for the logits as a whole"
+    )
 
 
 def check_budget_arguments(budget: int | str | None, activations: float | None) -> None:

@@ -689,7 +689,9 @@ class Planner:
 
     @staticmethod
     def key(plan: Plan) -> tuple[Any, ...]:
-        return plan.choices, plan.profile.chunked, plan.profile.stem_sent, len(plan.profile.kinds)
+        profile = plan.profile
+        by_classes = profile.chunked and profile.head is not None and profile.head.columns
+        return plan.choices, profile.chunked, by_classes, profile.stem_sent, len(profile.kinds)
 
     def method(self, label: str, plan: Plan | None, share: float | None) -> Method:
         compiled = self.group in OURS_COMPILED

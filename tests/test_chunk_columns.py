@@ -15,11 +15,12 @@ import remat
 from models import Case
 from remat.check.live import LiveBytes
 from remat.planner.bounds import least_budget
-from remat.planner.schedule import with_chunks
+from remat.planner.schedule import keep_everything, make_plan, with_chunks
 from remat.records import Action
 from remat.run import chunk_columns, chunk_loss
 from remat.run.chunk import chunk_head
 from remat.run.chunk_columns import slice_width
+from remat.run.recover import Failure
 from test_fit import counted_peak
 
 VOCABULARY, WIDTH, TOKENS = 4000, 32, 256
@@ -150,6 +151,67 @@ def test_it_is_the_plan_where_no_other_fits(tmp_path: Path) -> None:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-7)
     again = gradients(given)
     assert all(torch.equal(again[name], expected[name]) for name in expected)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_plan_with_chunks_of_rows_goes_over_to_it() -> None:
+    """Planned again from such a plan's own profile, and where a step that runs it is out of memory."""
+    given = case()
+    expected = gradients(given)
+    given.model.zero_grad(set_to_none=True)
+    profile = remat.profile(given.model, given.batch, allow=CHUNKS)
+    coarse, finer = with_chunks(profile), with_chunks(profile, finer=True)
+    assert coarse is not None
+    assert finer is not None
+    assert with_chunks(coarse, finer=True) == finer
+    assert with_chunks(coarse) is with_chunks(finer) is with_chunks(finer, finer=True) is None
+    allow = list(map(Action, CHUNKS))
+    least, more = least_budget(finer, allow), least_budget(coarse, allow)
+    plan = remat.plan(profile, more, allow=CHUNKS)
+    assert plan.profile == coarse
+    assert remat.plan(plan.profile, more - 1, allow=CHUNKS).profile == finer
+    plan = remat.plan(profile, more + 2**15, allow=CHUNKS)  # with room for what handle.step copies
+    held = [*given.model.parameters(), *given.batch.values()]
+    with remat.apply(given.model, plan) as handle, LiveBytes(limit_bytes=(least + more) // 2) as live:
+        live.watch(held)
+        handle.step(given.run)
+        found = {name: p.grad.clone() for name, p in given.model.named_parameters()}
+        assert handle.plan.profile == finer
+        assert [event.kind for event in handle.stats.events] == ["plan changed", "recovered"]
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_the_way_the_head_is_cut_is_a_tighter_plan_by_itself() -> None:
+    given = case()
+    profile = remat.profile(given.model, given.batch, allow=CHUNKS)
+    coarse, finer = with_chunks(profile), with_chunks(profile, finer=True)
+    assert coarse is not None
+    assert finer is not None
+    allow = list(map(Action, CHUNKS))
+    tightest = remat.plan(finer, least_budget(finer, allow), allow=CHUNKS)
+    plan = make_plan(coarse, tightest.choices, 1 << 40, strategy="none", allow=allow)
+    with remat.apply(given.model, plan) as handle:
+        assert handle._next_plan(Failure("out of memory", reserved_bytes=1)) is not None
+        assert (handle.plan.profile, handle.plan.choices) == (finer, tightest.choices)
+        assert handle._next_plan(Failure("out of memory", reserved_bytes=1)) is None
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_plan_without_chunks_knows_that_it_is_there() -> None:
+    given = case()
+    profile = remat.profile(given.model, given.batch, allow=CHUNKS)
+    finer = with_chunks(profile, finer=True)
+    assert finer is not None
+    allow = list(map(Action, CHUNKS))
+    plan = make_plan(profile, keep_everything(profile), 1 << 40, strategy="none", allow=allow)
+    least = least_budget(finer, allow)
+    with remat.apply(given.model, plan) as handle, LiveBytes(limit_bytes=least // 2) as live:
+        live.watch([*given.model.parameters(), *given.batch.values()])
+        with pytest.raises(remat.RecoveryError) as stopped:
+            handle.step(given.run)
+    assert stopped.value.needed == least
 
 
 @pytest.mark.usefixtures("small_chunks")

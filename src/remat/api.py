@@ -476,9 +476,9 @@ def _refuse_chunks(profile: Profile, allowed: tuple[Action, ...]) -> None:
     if profile.head is None or not profile.chunked or Action.CHUNK in allowed:
         return
     raise InputError(
-        f"this profile is of the step with {profile.head.head} in chunks, which is equal within rounding only, "
-        f'and allow={[action.value for action in allowed]} is without "chunk": add it, or profile the step '
-        "again with this allow=, which takes room for the logits as a whole"
+        f"this profile is of the step with {profile.head.head} in chunks, which is equal within rounding "
+        f'only, and allow={[action.value for action in allowed]} is without "chunk": add it, or profile the '
+        "step again with this allow=, which takes room for the logits as a whole"
     )
 
 

@@ -18,10 +18,8 @@ from torch import nn
 from remat.api import allowed_actions, fit, plan, profile
 from remat.check.step import Loss
 from remat.errors import BudgetError, InputError, RematError
-from remat.planner.bounds import least_budget
-from remat.planner.schedule import keep_everything, with_chunks
+from remat.planner.schedule import keep_everything, least_of_all
 from remat.planner.simulate import simulate
-from remat.planner.stem import with_stem_sent
 from remat.records import Action, Plan, Profile
 from remat.show.progress import showing
 from remat.units import format_bytes, format_seconds
@@ -162,12 +160,7 @@ class _Finder:
             found = self._profile(size)
         except torch.OutOfMemoryError:  # not even one region, or the frugal step, fits the device itself
             return _NEVER
-        ways = [found]
-        if Action.CHUNK in self.allow:
-            ways += filter(None, (with_chunks(found), with_chunks(found, finer=True)))
-        if Action.OFFLOAD in self.allow:
-            ways += filter(None, map(with_stem_sent, tuple(ways)))
-        return min(least_budget(way, self.allow) for way in ways)
+        return least_of_all(found, self.allow)
 
     def _confirmed(self, size: int) -> Candidate | None:
         """Run it; None if it does not stay within the budget."""

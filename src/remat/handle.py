@@ -23,12 +23,10 @@ from remat.check.verify import Verification
 from remat.compiling import internal_bytes
 from remat.errors import BudgetError, InputError, PlanError, RecoveryError, RematError
 from remat.offloading import engine_for, stem_engine_for
-from remat.planner.bounds import least_budget
-from remat.planner.schedule import schedule
+from remat.planner.schedule import least_of_all, schedule
 from remat.planner.simulate import simulate
-from remat.planner.stem import with_stem_sent, without_stem_sent
 from remat.planner.ties import disagreement
-from remat.records import Action, Entry, Kind, Mode, Plan, Recipe, RegionCall, RegionGraph
+from remat.records import Entry, Kind, Mode, Plan, Profile, Recipe, RegionCall, RegionGraph
 from remat.run.byhand import status
 from remat.run.compiled import WHOLE, block_for, compiled_block
 from remat.run.install import Installation, install
@@ -122,6 +120,12 @@ def _installed(
         installation.stem = StemSender(stem, stem_engine)
         installation.enter(sending_stem(model.get_submodule(stem.region), installation.stem))
     return plan, installation
+
+
+def _way(profile: Profile) -> tuple[bool, bool, bool]:
+    """How the step runs outside of its regions."""
+    by_classes = profile.chunked and profile.head is not None and profile.head.columns
+    return profile.chunked, by_classes, profile.stem_sent
 
 
 def chunked_head(plan: Plan) -> str | None:
@@ -277,9 +281,7 @@ class Handle:
         self.stats.steps += 1
 
     def _needed(self) -> int:
-        profile, allow = without_stem_sent(self.plan.profile), self.plan.allow
-        sent = with_stem_sent(profile) if Action.OFFLOAD in allow else None
-        return min(least_budget(one, allow) for one in (profile, sent) if one is not None)
+        return least_of_all(self.plan.profile, self.plan.allow)
 
     def _next_plan(self, failure: Failure) -> str | None:
         """As `_tighten`, but a model that was let go of is not planned again."""
@@ -292,8 +294,7 @@ class Handle:
         limit = max(least, tighter_limit(simulate(plan.profile, plan.choices).peak_bytes, failure))
         for target in (limit, least):
             made = schedule(plan.profile, target, allow=plan.allow)
-            other = made.profile.chunked, made.profile.stem_sent
-            if made.choices != plan.choices or other != (plan.profile.chunked, plan.profile.stem_sent):
+            if made.choices != plan.choices or _way(made.profile) != _way(plan.profile):
                 break
         else:
             return None

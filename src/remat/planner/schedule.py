@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from remat.errors import BudgetError, RematError
-from remat.planner.bounds import DEFAULT_ALLOW, entries, least_choices, time_lower_bound
+from remat.planner.bounds import DEFAULT_ALLOW, entries, least_budget, least_choices, time_lower_bound
 from remat.planner.chain import chain, fastest
 from remat.planner.program import Program, memory_prices, programs, solve_milp
 from remat.planner.proposals import exchanged, polished, proposals, rank
@@ -19,7 +19,7 @@ from remat.planner.tied import fastest_tied
 from remat.records import Action, Mode, Phase, Plan, Profile
 from remat.units import format_bytes, format_seconds
 
-__all__ = ["keep_everything", "make_plan", "refusal", "schedule", "with_chunks"]
+__all__ = ["keep_everything", "least_of_all", "make_plan", "refusal", "schedule", "with_chunks"]
 
 _PROVEN_SHARE = 1e-3  # of a step: a plan this close to the bound needs no note
 
@@ -51,9 +51,10 @@ def schedule(
 
 def with_chunks(profile: Profile, *, finer: bool = False) -> Profile | None:
     """The profile of the step with head and loss in chunks, if that was measured, and if there is something
-    to compile as one graph without the head. `finer`: in those that take the least memory."""
+    to compile as one graph without the head. `finer`: in those that take the least memory, also of a step
+    that has them in coarser ones."""
     head = profile.head if not finer or profile.head is None else profile.head.finer
-    if head is None or profile.chunked or (profile.one_graph and not head.trunks):
+    if head is None or (profile.chunked and not finer) or (profile.one_graph and not head.trunks):
         return None
     return replace(
         profile,
@@ -63,6 +64,12 @@ def with_chunks(profile: Profile, *, finer: bool = False) -> Profile | None:
         head=head,
         chunked=True,
     )
+
+
+def least_of_all(profile: Profile, allow: Sequence[Action]) -> int:
+    """The least budget that `schedule` has a plan for: of the step in whichever way takes the least."""
+    tiers = _tiers(without_stem_sent(profile), tuple(allow))
+    return min(least_budget(way, allow) for tier in tiers for way in tier)
 
 
 def _best_head(profile: Profile, budget_bytes: int, allow: tuple[Action, ...], polish: bool) -> Plan:

@@ -9,6 +9,8 @@ import remat
 from models import ZOO
 from remat.check.live import LiveBytes
 from remat.check.step import tensors_of
+from remat.planner.bounds import least_budget
+from remat.records import Action
 
 ALLOW = ["keep", "recompute", "chunk"]
 VOCABULARY, ROWS, WIDTH = 8192, 4 * 64, 32
@@ -87,6 +89,51 @@ def test_a_step_whose_logits_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None
     assert not model.lm_head.__dict__.get("forward")  # as it was
     for a, b in zip(expected, found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_such_a_profile_has_slices_of_classes_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they take is measured, and they are planned where chunks of rows are out of reach."""
+    model, batch = made()
+    expected = gradients(model, batch)
+    model.zero_grad()
+    monkeypatch.setattr("remat.run.chunk_loss._OTHER_BYTES", 1 << 20)
+    monkeypatch.setattr("remat.run.chunk_columns._OTHER_BYTES", 1 << 18)
+    with limited(model, batch, logits_bytes()):
+        profile = remat.profile(model, batch, loss=loss, allow=ALLOW)
+    assert profile.chunked
+    assert profile.head is not None
+    assert profile.head.finer is not None
+    assert (profile.head.columns, profile.head.finer.columns) == (False, True)
+    assert 0.2 < profile.head.finer.step_seconds / profile.step_seconds < 5
+    actions = list(map(Action, ALLOW))
+    with pytest.raises(remat.BudgetError) as refused:
+        remat.plan(profile, 1, allow=ALLOW)
+    assert refused.value.needed < least_budget(profile, actions) - model.lm_head.weight.nbytes // 2
+    plan = remat.plan(profile, refused.value.needed, allow=ALLOW)
+    assert plan.profile.head == profile.head.finer
+    held = [*model.parameters(), *model.buffers(), batch]
+    with remat.apply(model, plan), LiveBytes(limit_bytes=plan.predicted_peak_bytes) as live:
+        live.watch(held)
+        model.zero_grad()
+        loss(model(batch), batch).backward()
+    found = [p.grad for p in model.parameters()]
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_slices_that_do_not_fit_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = made()
+    monkeypatch.setattr("remat.run.chunk_loss._OTHER_BYTES", 1 << 20)
+
+    def too_much(*args: object, **options: object) -> None:
+        raise torch.OutOfMemoryError("no room for slices")
+
+    monkeypatch.setattr("remat.profiling.with_finer", too_much)
+    with limited(model, batch, logits_bytes()):
+        profile = remat.profile(model, batch, loss=loss, allow=ALLOW)
+    assert profile.chunked
+    assert profile.head is not None
+    assert profile.head.finer is None
 
 
 @pytest.mark.parametrize("room", [1, 16], ids=["logits do not fit", "logits fit"])

@@ -42,7 +42,7 @@ from remat.stems import measured_stem
 from remat.trace.discover import Block, find_blocks
 from remat.trace.loops import with_loops
 from remat.trace.survey import Sighting, Species, Survey, survey
-from remat.wholestep import WholeStep, as_in_steps, chunked_step, fastest_step
+from remat.wholestep import WholeStep, as_in_steps, chunked_step, fastest_step, with_finer
 
 __all__ = ["build_profile", "region_call", "storage_bytes", "survey_notes"]
 
@@ -140,6 +140,10 @@ def _profile(
         chunks: HeadChunks | str | None = None
         if in_chunks is not None:
             chunks = _chunks_alone(in_chunks, whole, seconds, cut)
+            in_chunks.remove()
+            progress("measuring a step with the head in slices of classes")
+            with suppress(torch.OutOfMemoryError):  # what was measured is good for plans without
+                chunks = with_finer(request, blocks, found, kinds, seconds, device, chunks, alone=True)
             notes.append(
                 f"with {cut} as it is the step does not fit: it was measured in chunks alone, and so is the "
                 "untouched step that figures are compared with"

@@ -10,7 +10,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from remat.run.onegraph import calls_of, trunks_of
 from remat.trace.discover import Block
 from remat.trace.survey import Sighting, Survey, frugally, timeline, visiting
 
-__all__ = ["WholeStep", "as_in_steps", "chunked_step", "fastest_step"]
+__all__ = ["WholeStep", "as_in_steps", "chunked_step", "fastest_step", "with_finer"]
 
 Progress = Callable[[str], None]
 _Place = tuple[str, int]  # a call of a region: its name and number
@@ -287,11 +287,29 @@ def chunked_step(
             "give it a method get_output_embeddings() that returns the module that makes the logits"
         )
     progress("measuring a step with head and loss in chunks")
-    name, module = head
-    chunks = _in_chunks(request, blocks, found, kinds, seconds, device, name, columns=False)
-    if isinstance(chunks, str) or not request.parts or not _sums_gradients(module):
+    chunks = _in_chunks(request, blocks, found, kinds, seconds, device, head[0], columns=False)
+    if isinstance(chunks, str):
         return chunks
-    finer = _in_chunks(request, blocks, found, kinds, seconds, device, name, columns=True)
+    return with_finer(request, blocks, found, kinds, seconds, device, chunks)
+
+
+def with_finer(
+    request: Request,
+    blocks: Sequence[Block],
+    found: Survey,
+    kinds: Sequence[Kind],
+    seconds: float,
+    device: torch.device,
+    chunks: HeadChunks,
+    *,
+    alone: bool = False,
+) -> HeadChunks:
+    """The same, and measured with the head cut by classes, too, where that takes less. `alone`: `seconds` are
+    of the step in these chunks, since with the head as it is it does not fit."""
+    head = chunks.head
+    if not request.parts or not _sums_gradients(request.model.get_submodule(head)):
+        return chunks
+    finer = _in_chunks(request, blocks, found, kinds, seconds, device, head, columns=True, alone=alone)
     return chunks if isinstance(finer, str) else replace(chunks, finer=finer)
 
 
@@ -310,6 +328,7 @@ def _in_chunks(
     head: str,
     *,
     columns: bool,
+    alone: bool = False,
 ) -> HeadChunks | str:
     compiled = [s.name for s in found.sightings if kinds[s.species].compiler]
     chunks = chunk_head(request.model, head=head, columns=columns)
@@ -323,9 +342,9 @@ def _in_chunks(
     sets = [kind.menu[_timed_entry(kind)] for kind in kinds]
     pairs = _pairs(seconds)
     try:
-        gain = _gained(request, blocks, head, columns, _compiled_calls(found, kinds, sets), pairs)
+        gain = _gained(request, blocks, head, columns, alone, _compiled_calls(found, kinds, sets), pairs)
     except torch.OutOfMemoryError:
-        gain = _gained(request, blocks, head, columns, {}, pairs)
+        gain = _gained(request, blocks, head, columns, alone, {}, pairs)
     trunks = trunks_of(compiled, head, called)
     chunked_seconds = _without(ranks.agree(gain), seconds)
     return HeadChunks(head, whole.segments, chunked_seconds, trunks, whole.output_bytes, columns)
@@ -336,13 +355,19 @@ def _gained(
     blocks: Sequence[Block],
     head: str,
     columns: bool,
+    alone: bool,
     compiled: Mapping[_Place, _Way],
     pairs: int,
 ) -> float:
-    """Seconds that chunks save (or, below zero, cost)."""
+    """Seconds that chunks save (or, below zero, cost). `alone`: of those that chunks of rows take."""
+
+    def way(chunks: bool) -> AbstractContextManager[Any]:
+        if not chunks and not alone:
+            return nullcontext()
+        return chunk_head(request.model, head=head, columns=columns and chunks)
 
     def step(chunks: bool) -> float:
-        with chunk_head(request.model, head=head, columns=columns) if chunks else nullcontext():
+        with way(chunks):
             return _frugal_step(request.model, blocks, request.run, compiled)
 
     return -_difference(step, pairs)

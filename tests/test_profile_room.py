@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from models import ZOO
 from remat.check.live import LiveBytes
 from remat.check.step import tensors_of
 from remat.planner.bounds import least_budget
+from remat.planner.schedule import with_chunks
 from remat.records import Action
 
 ALLOW = ["keep", "recompute", "chunk"]
@@ -119,6 +122,36 @@ def test_such_a_profile_has_slices_of_classes_too(monkeypatch: pytest.MonkeyPatc
     found = [p.grad for p in model.parameters()]
     for a, b in zip(expected, found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("columns", [False, True])
+def test_such_a_profile_counts_rows_whose_labels_it_has_not_seen(
+    monkeypatch: pytest.MonkeyPatch, columns: bool
+) -> None:
+    """Rows with a label of -100 are left out of the loss; the next batch may have labels everywhere."""
+    model, batch = made()
+    labels = batch.clone()
+
+    def masked(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        return loss(output, labels)
+
+    monkeypatch.setattr("remat.run.chunk_loss._OTHER_BYTES", 1 << 20)
+    labels[0, 8:], labels[1:] = -100, -100
+    with limited(model, batch, logits_bytes()):
+        profile = remat.profile(model, batch, loss=masked, allow=ALLOW)
+    assert profile.chunked
+    way = (
+        with_chunks(profile, finer=True)
+        if columns
+        else replace(profile, head=replace(profile.head, finer=None))
+    )
+    plan = remat.plan(way, least_budget(way, list(map(Action, ALLOW))), allow=ALLOW)
+    labels.copy_(batch)
+    with remat.apply(model, plan), LiveBytes() as live:
+        live.watch([*model.parameters(), batch])
+        live.reset_peak()
+        loss(model(batch), labels).backward()
+    assert live.peak_bytes <= plan.predicted_peak_bytes
 
 
 def test_slices_that_do_not_fit_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,7 +182,7 @@ def test_a_profile_with_the_head_in_chunks_is_not_planned_without_them(
     budget = profile.step.resident + profile.step.gradients + logits_bytes()
     plan = remat.plan(profile, budget, allow=ALLOW)
     assert plan.profile.chunked
-    with pytest.raises(remat.InputError, match='lm_head in chunks.*"chunk": add it, or profile'):
+    with pytest.raises(remat.InputError, match=r'lm_head in chunks.*"chunk": add it, or profile'):
         remat.plan(plan.profile, budget, allow=allow)
     if profile.chunked:
         with pytest.raises(remat.InputError, match="lm_head in chunks"):

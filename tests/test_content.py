@@ -331,3 +331,21 @@ def test_verify_does_not_take_state_for_noise() -> None:
     found = remat.verify(model, BATCH, loss=squared)
     assert (found.ok, found.repeatable) == (False, False)
     assert "cannot be told: two untouched steps from the same random state differ" in str(found)
+
+
+class Sparse(Core):
+    """Most of its weights count for nothing; what is saved of them is no dense tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        few = (self.up.weight * (self.up.weight > 0)).to_sparse()
+        return torch.sparse.mm(few, x.reshape(-1, WIDTH).T)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+def test_sparse_tensors_are_not_looked_at() -> None:
+    model, found = Sparse(), []
+    for run in (model, lambda x: remat.checkpoint(model, x)):
+        model.zero_grad(set_to_none=True)
+        run(BATCH.clone().requires_grad_()).square().mean().backward()
+        found.append(model.up.weight.grad)
+    assert torch.equal(*found)

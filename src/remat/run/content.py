@@ -125,8 +125,10 @@ class Content:
             f"{self.region}: run again in backward, it computed other values than in forward: something that "
             "it reads has changed in between, or changes with every call (an object in an attribute, a "
             "tensor with a graph that is carried from call to call, a generator of the model's own, a "
-            "global, a context). Keep such state in a buffer, run backward before it changes, or leave the "
-            "module out (exclude=... of remat.enable)."
+            "global, a context, rows that torch.empty made and nobody wrote). Keep such state in a buffer, "
+            "run backward before it changes, fill such rows (torch.zeros), or leave the module out (exclude=... "
+            "of remat.enable). Where the difference is known to do no harm: check=False of "
+            "remat.checkpoint_fn and remat.apply."
         )
 
     # -- on an accelerator, as a check of the backward pass that runs (run.spotcheck)

@@ -126,8 +126,8 @@ class Content:
             "it reads has changed in between, or changes with every call (an object in an attribute, a "
             "tensor with a graph that is carried from call to call, a generator of the model's own, a "
             "global, a context, rows that torch.empty made and nobody wrote). Keep such state in a buffer, "
-            "run backward before it changes, fill such rows (torch.zeros), or leave the module out (exclude=... "
-            "of remat.enable). Where the difference is known to do no harm: check=False of "
+            "run backward before it changes, fill such rows (torch.zeros), or leave the module out "
+            "(exclude=... of remat.enable). Where the difference is known to do no harm: check=False of "
             "remat.checkpoint_fn and remat.apply."
         )
 

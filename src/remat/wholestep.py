@@ -340,11 +340,11 @@ def _in_chunks(
             why = counts.reason or "no F.cross_entropy is computed from its logits"
             return f"head and loss do not run in chunks: {head}: {why}"
     sets = [kind.menu[_timed_entry(kind)] for kind in kinds]
-    pairs = _pairs(seconds)
+    pairs, raced = _pairs(seconds), _compiled_calls(found, kinds, sets)
     try:
-        gain = _gained(request, blocks, head, columns, alone, _compiled_calls(found, kinds, sets), pairs)
+        gain = _gained(request, blocks, head, columns, raced, pairs, alone=alone)
     except torch.OutOfMemoryError:
-        gain = _gained(request, blocks, head, columns, alone, {}, pairs)
+        gain = _gained(request, blocks, head, columns, {}, pairs, alone=alone)
     trunks = trunks_of(compiled, head, called)
     chunked_seconds = _without(ranks.agree(gain), seconds)
     return HeadChunks(head, whole.segments, chunked_seconds, trunks, whole.output_bytes, columns)
@@ -355,9 +355,10 @@ def _gained(
     blocks: Sequence[Block],
     head: str,
     columns: bool,
-    alone: bool,
     compiled: Mapping[_Place, _Way],
     pairs: int,
+    *,
+    alone: bool = False,
 ) -> float:
     """Seconds that chunks save (or, below zero, cost). `alone`: of those that chunks of rows take."""
 

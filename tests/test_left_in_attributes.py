@@ -314,3 +314,33 @@ def test_a_profile_leaves_sums_as_they_were() -> None:
     model = nn.Sequential(*(Summing(1) for _ in range(3)))
     remat.profile(model, torch.randn(4, 5, 8), loss=lambda output, batch: output.square().mean())
     assert not any(block.sums.any() for block in model)
+
+
+class Sharing(nn.Module):
+    """Writes to a tensor that another module inside of it reads by its own name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writer, self.reader = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.writer.memory = self.reader.memory = torch.zeros(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + torch.tanh(self.writer(x))
+        self.writer.memory += x.detach().mean((0, 1))
+        return x + torch.tanh(self.reader(x) * self.reader.memory)
+
+
+def test_a_tensor_that_two_modules_share_is_shared_when_it_is_written_again() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Sharing() for _ in range(3))), torch.randn(4, 5, 8)
+    plain = copy.deepcopy(model)
+    remat.enable(model)
+    for _ in range(3):
+        for each in (model, plain):
+            each.zero_grad()
+            each(x).square().mean().backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
+        for ours, theirs in zip(model, plain, strict=True):
+            assert ours.writer.memory is ours.reader.memory
+            assert torch.equal(ours.writer.memory, theirs.writer.memory)

@@ -111,7 +111,9 @@ class _Held:
         self.place, self.name, self.slot = owner.__dict__, slot[1], slot
         self.tensor, self.version = tensor, _version(tensor)
         new = slot not in known.attributes and bytes_of(tensor) <= SMALL_BYTES
-        self.copy = tensor.clone() if new or slot in known.in_place else None
+        # What is written by way of a view is read by way of another tensor: a copy would come between them.
+        may_be_written = not tensor._is_view() and (new or slot in known.in_place)
+        self.copy = tensor.clone() if may_be_written else None
 
     def was_written(self) -> bool:
         return _version(self.tensor) != self.version
@@ -254,8 +256,9 @@ class ModuleState:
         now = Attributes((owner for owner, _ in self._tables), all_state=True)
         try:
             present = exchange(self._attributes.changed())  # by the call, or by whoever came after it
-            written = [(h.place, h.name, h.copy.clone()) for h in self._held if h.copy is not None]
-            present += exchange(written)
+            shared = {id(held.tensor): held.copy.clone() for held in self._held if held.copy is not None}
+            written = (held for held in self._held if id(held.tensor) in shared)
+            present += exchange((held.place, held.name, shared[id(held.tensor)]) for held in written)
             fresh: dict[int, Tensor] = {}
             copied: dict[nn.Module, dict[str, Tensor]] = {}
             for buffer in self._buffers:

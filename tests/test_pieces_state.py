@@ -19,7 +19,7 @@ from models import squared
 from remat.errors import RecomputeError
 from remat.handle import Handle
 from remat.run.pieces import WholeOnlyError, in_pieces
-from test_pieces import CHUNK, WIDTH, Mixing, Stack, plan_with
+from test_pieces import CHUNK, WIDTH, Mixing, Normed, Stack, plan_with
 
 
 def planned(model: nn.Module, batch: Any, **given: Any) -> Handle:
@@ -238,15 +238,6 @@ def test_what_begins_to_leave_something_behind_runs_as_a_whole(
             return
         (reason,) = {text.split(" changes ")[1] for text in why(handle)}
         assert "of Written when it runs, so it cannot run in pieces" in reason
-
-
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.norm(self.inner(x).transpose(1, 2)).transpose(1, 2)
 
 
 def test_statistics_that_are_thawed_later_are_of_the_whole_batch() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["SMALL_BYTES", "Attributes", "Value", "exchange", "is_data", "plain", "tensors_kept"]
+__all__ = ["SMALL_BYTES", "Attributes", "Value", "exchange", "plain", "tensors_kept"]
 
 Value = tuple[dict[str, Any], str, Any]  # where, under which name, what
 
@@ -41,15 +41,17 @@ class Attributes:
     def _read(self, owner: nn.Module) -> dict[str, Any]:
         place = owner.__dict__
         if self._all_state:
-            return {n: v for n, v in place.items() if type(v) in _PLAIN or _is_nest(v) or is_data(v)}
+            return {n: v for n, v in place.items() if type(v) in _PLAIN or _is_nest(v) or _is_data(v)}
         if owner._buffers:
             return plain(place)
-        return {n: v for n, v in place.items() if type(v) in _NUMBERS or is_data(v)}
+        return {n: v for n, v in place.items() if type(v) in _NUMBERS or _is_data(v)}
 
-    def small_tensors(self) -> list[Tensor]:
-        """Those that a call may write in place."""
-        held = (value for _, then in self._then for value in then.values() if isinstance(value, Tensor))
-        return [tensor for tensor in held if tensor.nbytes <= SMALL_BYTES]
+    def tensors(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
+        """Those that a call may write in place: whose, under which name."""
+        for owner, then in self._then:
+            for name, value in then.items():
+                if type(value) is Tensor:
+                    yield owner, name, value
 
     def changed(self) -> list[Value]:
         """What they were, of those that are something else now, that came, or that went."""
@@ -120,7 +122,7 @@ def _is_nest(value: Any) -> bool:
     return type(value) in (list, tuple) and all(type(item) in _PLAIN for item in value)
 
 
-def is_data(value: Any) -> bool:
+def _is_data(value: Any) -> bool:
     return type(value) is Tensor and value.grad_fn is None and not value.requires_grad
 
 

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from remat import trees
 from remat._torch_private import after_accumulation
-from remat.attributes import Attributes
+from remat.attributes import SMALL_BYTES, Attributes
 from remat.errors import InputError, RematError
 from remat.layouts import equal
 
@@ -217,10 +217,11 @@ def remember_buffers(model: nn.Module) -> Callable[[], None]:
     """Copies every buffer; the result puts them back: the same tensors with the same values. And so it does
     with plain attributes, which may say what is in a buffer, and small tensors in attributes."""
     attributes = Attributes(model.modules())
+    small = [tensor for _, _, tensor in attributes.tensors() if tensor.nbytes <= SMALL_BYTES]
     tables = [(module, dict(module._buffers)) for module in model.modules()]
     saved = [
         (buffer, buffer.detach().clone())
-        for buffer in (*model.buffers(), *attributes.small_tensors())
+        for buffer in (*model.buffers(), *small)
         if not buffer.is_meta and not isinstance(buffer, FakeTensor)  # these have no values to lose
     ]
 

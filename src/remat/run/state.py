@@ -27,13 +27,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from remat.attributes import SMALL_BYTES, Attributes, Value, exchange, is_data, tensors_kept
+from remat.attributes import SMALL_BYTES, Attributes, Value, exchange, tensors_kept
 from remat.errors import RecomputeError
 from remat.layouts import bytes_of, equal
 
 __all__ = ["Habits", "ModuleState", "habits", "modules_of", "norms_behind"]
 
-Slot = tuple[str, str]  # (path of the owning submodule, name of the buffer or attribute)
+Slot = tuple[str, str]  # (path of the owning submodule, name of the buffer)
+Owned = tuple[int, str]  # (which submodule, name of the attribute)
 
 
 @dataclass
@@ -47,8 +48,8 @@ class Habits:
         frozenset()
     )  # of those seen without values (fake): read, as far as versions say
     inputs: frozenset[int] = frozenset()  # positions of the tensor inputs that it writes in place
-    attributes: frozenset[Slot] = frozenset()  # those whose tensors it was seen with
-    in_place: frozenset[Slot] = frozenset()  # of them those that it writes in place
+    attributes: frozenset[Owned] = frozenset()  # those whose tensors it was seen with
+    in_place: frozenset[Owned] = frozenset()  # of them those that it writes in place
 
 
 _HABITS: WeakKeyDictionary[nn.Module, dict[bool, Habits]] = WeakKeyDictionary()
@@ -107,13 +108,14 @@ class _Held:
 
     __slots__ = ("copy", "name", "place", "slot", "tensor", "version")
 
-    def __init__(self, owner: nn.Module, slot: Slot, tensor: Tensor, known: Habits) -> None:
-        self.place, self.name, self.slot = owner.__dict__, slot[1], slot
+    def __init__(self, owner: nn.Module, name: str, tensor: Tensor, known: Habits) -> None:
+        self.place, self.name, self.slot = owner.__dict__, name, (id(owner), name)
         self.tensor, self.version = tensor, _version(tensor)
-        new = slot not in known.attributes and bytes_of(tensor) <= SMALL_BYTES
+        new = self.slot not in known.attributes and bytes_of(tensor) <= SMALL_BYTES
         # What is written by way of a view is read by way of another tensor: a copy would come between them.
-        may_be_written = not tensor._is_view() and (new or slot in known.in_place)
-        self.copy = tensor.clone() if may_be_written else None
+        may_be_written = not tensor._is_view() and (new or self.slot in known.in_place)
+        with torch.no_grad():
+            self.copy = tensor.clone() if may_be_written else None
 
     def was_written(self) -> bool:
         return _version(self.tensor) != self.version
@@ -138,12 +140,8 @@ class ModuleState:
         self._versions: list[tuple[nn.Module, str, weakref.ref[Tensor], int]] = []
         modules = list(module.named_modules())
         self._attributes = Attributes((owner for _, owner in modules), all_state=True)
-        self._held: list[_Held] = []
+        self._held = [_Held(owner, name, tensor, known) for owner, name, tensor in self._attributes.tensors()]
         for path, owner in modules:
-            with torch.no_grad():
-                for name, value in owner.__dict__.items():
-                    if is_data(value):
-                        self._held.append(_Held(owner, (path, name), value, known))
             table = owner._buffers
             self._tables.append((owner, dict(table)))
             for name, tensor in table.items():
